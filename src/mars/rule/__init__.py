@@ -1,0 +1,10 @@
+"""The paper, as pure functions on tensors: no groups, devices, ranks or in-place writes.
+
+Letters are the paper's: ``x`` parameter, ``g`` gradient, ``h`` last gradient, ``c`` corrected
+gradient, ``m`` and ``v`` first and second moment, ``u`` direction, ``t`` step. `update` is one
+whole step of one tensor; every engine is tested against it.
+"""
+
+from mars.rule.update import KINDS, Hyper, Kind, update
+
+__all__ = ["KINDS", "Hyper", "Kind", "update"]

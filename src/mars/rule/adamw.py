@@ -1,0 +1,18 @@
+"""MARS-AdamW: a diagonal preconditioner. Plain AdamW is the same rule on c = g."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mars.rule.estimator import Scalar
+
+
+def second_moment(v: Tensor, c: Tensor, beta2: float) -> Tensor:
+    """v ← β₂·v + (1−β₂)·c²."""
+    return beta2 * v + (1.0 - beta2) * c * c
+
+
+def direction(m: Tensor, v: Tensor, t: Scalar, beta1: float, beta2: float, eps: float) -> Tensor:
+    """u = (m/(1−β₁ᵗ)) / (√v/√(1−β₂ᵗ) + ε)."""
+    m_hat = m / (1.0 - beta1**t)
+    return m_hat / (v.sqrt() / (1.0 - beta2**t) ** 0.5 + eps)

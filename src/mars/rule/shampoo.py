@@ -1,0 +1,20 @@
+"""MARS-Shampoo: the momentum, orthogonalised."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from mars.rule.newton_schulz import NewtonSchulz
+
+
+def scale(rows: int, cols: int) -> float:
+    """√max(1, rows/cols): tall matrices get a longer step."""
+    return math.sqrt(max(1.0, rows / cols)) if cols else 1.0
+
+
+def direction(m: Tensor, beta1: float, eps: float, ns: NewtonSchulz) -> Tensor:
+    """u = √max(1, rows/cols)·NS(m/(1−β₁)) for a matrix m (or a stack of them)."""
+    rows, cols = m.shape[-2:]
+    return scale(rows, cols) * ns.shampoo(m / (1.0 - beta1), eps)

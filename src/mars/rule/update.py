@@ -1,0 +1,92 @@
+"""One MARS step of one tensor: the whole algorithm on one screen."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mars.rule import adamw, lion, moonlight, shampoo
+from mars.rule.estimator import Scalar, average, average_without_h, clip, correct, norm
+from mars.rule.newton_schulz import NewtonSchulz
+
+
+class Kind(NamedTuple):
+    """What a type needs: a corrected gradient, a second moment, a matrix."""
+
+    corrected: bool = True
+    second_moment: bool = False
+    matrix: bool = False
+
+
+KINDS = {
+    "mars-adamw": Kind(second_moment=True),
+    "mars-lion": Kind(),
+    "mars-shampoo": Kind(matrix=True),
+    "mars-m": Kind(matrix=True),
+    "plain-adamw": Kind(corrected=False, second_moment=True),
+}
+
+
+class Hyper(NamedTuple):
+    """The hyper-parameters of a step."""
+
+    lr: Scalar
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float
+    gamma: Scalar = 0.0
+    clip: str | None = None  # "tensor", "global" or None
+    amsgrad: bool = False
+    maximize: bool = False
+    raw: bool = False  # second moment of g instead of c
+    ns: NewtonSchulz = NewtonSchulz()
+
+
+class Moments(NamedTuple):
+    """What a tensor carries from step to step; None where its type does not need it."""
+
+    m: Tensor
+    v: Tensor | None = None
+    v_max: Tensor | None = None
+
+
+def update(
+    kind: str, x: Tensor, g: Tensor, h: Tensor | None, s: Moments, t: Scalar, k: Hyper,
+    length: Tensor | None = None,
+) -> tuple[Tensor, Moments]:  # fmt: skip
+    """Return the new x and moments after step t (1 at first).
+
+    ``h`` is the last gradient; None asks for the form that needs none (no clip, no c²).
+    ``length`` is the norm to clip by; None takes ‖c‖₂ of this tensor.
+    """
+    if k.maximize:
+        g, h = -g, (None if h is None else -h)
+    m, v, v_max = s
+    c, kept = g, None
+    if not KINDS[kind].corrected:
+        m = average(m, g, k.beta1)
+    elif h is None:
+        kept, m = average_without_h(m, g, k.gamma, k.beta1)
+    else:
+        c = correct(g, h, k.gamma, k.beta1)
+        if k.clip is not None:
+            c = clip(c, norm(c) if length is None else length)
+        m = average(m, c, k.beta1)
+
+    if v is not None:
+        v = adamw.second_moment(v, g if k.raw else c, k.beta2)
+        v_max = torch.maximum(v_max, v) if v_max is not None else None
+        denominator = v if v_max is None else v_max
+        u = adamw.direction(m, denominator, t, k.beta1, k.beta2, k.eps)
+    elif kind == "mars-lion":
+        u = lion.direction(m)
+    elif kind == "mars-shampoo":
+        u = shampoo.direction(m.flatten(1), k.beta1, k.eps, k.ns).reshape(m.shape)
+    else:
+        u = moonlight.direction(m.flatten(1), k.ns).reshape(m.shape)
+
+    x = x - k.lr * (u + k.decay * x)
+    return x, Moments(m if kept is None else kept, v, v_max)
