@@ -1,0 +1,134 @@
+"""The foreach engine: multi-tensor torch operations, and nothing read back by the host."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mars.engines.batch import Batch, Cell
+from mars.rule import moonlight, shampoo
+from mars.rule.estimator import Scalar, kappa
+from mars.rule.halves import join, split
+
+
+def _wide(tensors: list[Tensor], like: Tensor) -> list[Tensor]:
+    """The tensors in the arithmetic's dtype; the same ones if they have it already."""
+    return tensors if tensors[0].dtype == like.dtype else [t.to(like.dtype) for t in tensors]
+
+
+def _corrected(batch: Batch) -> list[Tensor]:
+    """c = g + κ(g − h), freshly allocated."""
+    g, h = _wide(batch.g, batch.m[0]), _wide(batch.h, batch.m[0])
+    c = list(torch._foreach_sub(g, h))
+    torch._foreach_mul_(c, kappa(batch.k.gamma, batch.k.beta1))
+    torch._foreach_add_(c, g)
+    return c
+
+
+def norms(batch: Batch) -> list[Tensor]:
+    return list(torch._foreach_norm(_corrected(batch)))
+
+
+def _estimate(batch: Batch, length: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Average into m; return (m, c̃), where c̃ is g itself if there is no correction to store."""
+    k = batch.k
+    g = _wide(batch.g, batch.m[0])
+    if batch.kind == "plain-adamw":
+        c = list(torch._foreach_neg(g)) if k.maximize else g
+        torch._foreach_lerp_(batch.m, c, 1.0 - k.beta1)
+        return batch.m, c
+    if not batch.h:
+        c = list(torch._foreach_neg(g)) if k.maximize else g
+        torch._foreach_mul_(batch.m, k.beta1)
+        torch._foreach_add_(batch.m, torch._foreach_mul(c, (1.0 - k.beta1) * (1.0 - k.gamma)))
+        m = list(torch._foreach_mul(c, k.gamma))
+        torch._foreach_add_(m, batch.m)
+        return m, c
+    c = _corrected(batch)
+    if k.clip is not None:
+        if length is None:
+            lengths = torch.stack(torch._foreach_norm(c)).clamp(min=1.0)
+            torch._foreach_div_(c, list(lengths.unbind()))
+        else:
+            torch._foreach_div_(c, length.clamp(min=1.0))
+    if k.maximize:
+        torch._foreach_neg_(c)
+    torch._foreach_lerp_(batch.m, c, 1.0 - k.beta1)
+    return batch.m, c
+
+
+def _bias_corrections(beta: float, steps: Sequence[Scalar]) -> list[Any]:
+    """1 − βᵗ for each tensor: all floats or all 0-d tensors, as foreach wants them."""
+    return [1.0 - beta**t for t in steps]
+
+
+def _adamw(batch: Batch, m: list[Tensor], c: list[Tensor]) -> list[Tensor]:
+    k, steps = batch.k, batch.steps()
+    square = _wide(batch.g, batch.m[0]) if k.raw else c
+    torch._foreach_mul_(batch.v, k.beta2)
+    torch._foreach_addcmul_(batch.v, square, square, 1.0 - k.beta2)
+    if batch.v_max:
+        torch._foreach_maximum_(batch.v_max, batch.v)
+    denominator = list(torch._foreach_sqrt(batch.v_max or batch.v))
+    torch._foreach_div_(denominator, [b**0.5 for b in _bias_corrections(k.beta2, steps)])
+    torch._foreach_add_(denominator, k.eps)
+    torch._foreach_mul_(denominator, _bias_corrections(k.beta1, steps))
+    return list(torch._foreach_div(m, denominator))
+
+
+def _lion(batch: Batch, m: list[Tensor], c: list[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_sign(m))
+
+
+def _orthogonal(batch: Batch, m: list[Tensor], c: list[Tensor]) -> list[Tensor]:
+    """Newton–Schulz on stacks of matrices of one shape."""
+    k = batch.k
+    stacks: dict[tuple[int, int], list[int]] = defaultdict(list)
+    matrices = [tensor.flatten(1) for tensor in m]
+    for i, matrix in enumerate(matrices):
+        stacks[matrix.shape[0], matrix.shape[1]].append(i)
+    u = list(m)
+    for members in stacks.values():
+        stack = torch.stack([matrices[i] for i in members])
+        if batch.kind == "mars-shampoo":
+            stack = shampoo.direction(stack, k.beta1, k.eps, k.ns)
+        else:
+            stack = moonlight.direction(stack, k.ns)
+        for i, matrix in zip(members, stack.unbind(), strict=True):
+            u[i] = matrix.reshape(m[i].shape)
+    return u
+
+
+DIRECTIONS = {
+    "mars-adamw": _adamw,
+    "mars-lion": _lion,
+    "mars-shampoo": _orthogonal,
+    "mars-m": _orthogonal,
+    "plain-adamw": _adamw,
+}
+
+
+def step(batch: Batch, length: Tensor | None) -> None:
+    k = batch.k
+    torch._foreach_add_(batch.t, 1)
+    m, c = _estimate(batch, length)
+    u = DIRECTIONS[batch.kind](batch, m, c)
+    x = batch.x
+    if batch.low:
+        x = [join(high, low) for high, low in zip(batch.x, batch.low, strict=True)]
+    if k.decay != 0:
+        torch._foreach_add_(u, x, alpha=k.decay)
+    torch._foreach_mul_(u, k.lr)
+    torch._foreach_sub_(x, u)
+    for high, low, wide in zip(batch.x, batch.low, x, strict=False):
+        for half, value in zip((high, low), split(wide, high.dtype), strict=True):
+            half.copy_(value)
+    if batch.h and batch.keep_g:
+        torch._foreach_copy_(batch.h, batch.g)
+
+
+CELLS: dict[str, Cell] = dict.fromkeys(DIRECTIONS, step)

@@ -1,0 +1,51 @@
+"""The reference engine: a loop over tensors that calls the rule."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mars.engines.batch import Batch, Cell
+from mars.rule import KINDS, update
+from mars.rule.estimator import correct, norm
+from mars.rule.halves import join, split
+from mars.rule.update import Moments
+
+
+def step(batch: Batch, length: Tensor | None) -> None:
+    for count in batch.t:
+        count += 1
+    for i, t in enumerate(batch.steps()):
+        x, g = batch.x[i], batch.g[i]
+        low = batch.low[i] if batch.low else None
+        h = batch.h[i] if batch.h else None
+        state = Moments(
+            batch.m[i],
+            batch.v[i] if batch.v else None,
+            batch.v_max[i] if batch.v_max else None,
+        )
+        wide = x if low is None else join(x, low)
+        wide, new = update(
+            batch.kind, wide, g.to(wide.dtype), None if h is None else h.to(wide.dtype),
+            state, t, batch.k, length,
+        )  # fmt: skip
+        for old, value in zip(state, new, strict=True):
+            if old is not None and value is not None:
+                old.copy_(value)
+        if low is None:
+            x.copy_(wide)
+        else:
+            for half, value in zip((x, low), split(wide, x.dtype), strict=True):
+                half.copy_(value)
+        if h is not None and batch.keep_g:
+            h.copy_(g)
+
+
+def norms(batch: Batch) -> list[Tensor]:
+    wide = batch.m[0].dtype
+    return [
+        norm(correct(g.to(wide), h.to(wide), batch.k.gamma, batch.k.beta1))
+        for g, h in zip(batch.g, batch.h, strict=True)
+    ]
+
+
+CELLS: dict[str, Cell] = dict.fromkeys(KINDS, step)
