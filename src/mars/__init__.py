@@ -1,0 +1,16 @@
+"""MARS: variance-reduced optimizers for training large models, drop-in for torch.optim."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from mars import schedules
+from mars.diagnose import diagnose
+from mars.groups import param_groups
+from mars.optimizer import MARS
+from mars.schedules import GammaScheduler
+
+try:
+    __version__ = version("mars-optim")
+except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0+unknown"
+
+__all__ = ["MARS", "GammaScheduler", "diagnose", "param_groups", "schedules"]

@@ -1,0 +1,119 @@
+"""From a configured AdamW to the MARS that replaces it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import AdamW
+
+from mars.groups import format_table
+from mars.options import METADATA
+from mars.rule.estimator import kappa
+
+if TYPE_CHECKING:
+    from mars.optimizer import MARS
+
+KEPT = ("eps", "amsgrad", "maximize", "foreach", "capturable", "differentiable")
+
+
+def noise_factor(gamma: float, beta1: float) -> float:
+    """√((1+κ)² + κ²): how much larger c is than g where noise dominates, in approximate mode.
+
+    1.55 at the defaults. The second moment grows by its square, so a MARS-AdamW step is that
+    much shorter than an AdamW step of the same rate.
+
+    >>> round(noise_factor(0.025, 0.95), 3)
+    1.55
+    """
+    k = float(kappa(gamma, beta1))
+    return math.hypot(1.0 + k, k)
+
+
+def from_adamw(
+    optimizer: AdamW, *, rule: str = "step-size", verbose: bool = True, **options: Any
+) -> MARS:
+    """Return the MARS that replaces a configured ``torch.optim.AdamW``, groups kept.
+
+    ``rule="step-size"`` keeps the size of AdamW's step: lr grows by √((1+κ)² + κ²) (see
+    `noise_factor`) and weight decay shrinks by it, so that lr·λ is unchanged. For
+    ``mars_type="mars-m"``, whose scale is made to match AdamW's, the factor is 1. In exact mode
+    the correction adds no noise, and the factor is 1 too.
+    ``rule="published"`` does what the authors did for GPT-2: lr × 10, λ ÷ 10, and AdamW's rate
+    for the tensors that are not matrices × 5.
+
+    Under ``"step-size"``, tensors that are not matrices go on with AdamW exactly as configured.
+    Moments are not carried over: call this before training.
+
+    Args:
+        optimizer: the AdamW to replace; it is left as it is.
+        rule: ``"step-size"`` or ``"published"``.
+        verbose: say what was chosen, on stdout.
+        options: options of MARS (``mars_type``, ``gamma``, ``betas``, …).
+    """
+    from mars.optimizer import MARS
+
+    if not isinstance(optimizer, AdamW):
+        raise TypeError(f"from_adamw takes a torch.optim.AdamW, not {type(optimizer).__name__}")
+    for name in ("lr", "weight_decay", "lr_1d", "weight_decay_1d", "betas_1d"):
+        if name in options:
+            raise TypeError(
+                f"from_adamw chooses {name!r}; change it afterwards in optimizer.param_groups"
+            )
+    # A throw-away MARS validates the options and fills in the defaults.
+    settings = MARS([{"params": []}], **options).defaults
+    factor, factor_1d = _factors(rule, settings)
+    rows = [("group", "parameters", "lr", "weight_decay", "lr of vectors", "betas")]
+    groups = []
+    for i, group in enumerate(optimizer.param_groups):
+        lr, decay = group["lr"], group["weight_decay"]
+        new = {name: group[name] for name in ("params", *KEPT) if name in group}
+        new |= {name: group[name] for name in METADATA - {"params"} if name in group}
+        if "initial_lr" in group:
+            new["initial_lr"] = group["initial_lr"] * factor
+        if isinstance(lr, Tensor):
+            new["foreach"] = None if not group["capturable"] else group["foreach"]
+        new |= {
+            "lr": lr * factor,
+            "weight_decay": decay / factor,
+            "lr_1d": float(lr) * factor_1d,
+            "betas_1d": group["betas"],
+            "weight_decay_1d": decay,
+        }
+        if "param_names" in new:
+            new["params"] = list(zip(new.pop("param_names"), new["params"], strict=True))
+        new |= {name: value for name, value in options.items() if name in KEPT}
+        groups.append(new)
+        count = sum(p.numel() for p in group["params"])
+        rows.append((
+            str(i), f"{count:,}", f"{float(lr):.3g} -> {float(lr) * factor:.3g}",
+            f"{decay:.3g} -> {decay / factor:.3g}", f"{float(lr) * factor_1d:.3g}",
+            f"{settings['betas']}",
+        ))  # fmt: skip
+    mars = MARS(groups, **options)
+    if verbose:
+        sys.stdout.write(
+            f"{settings['mars_type']} in place of AdamW, rule {rule!r}: lr x {factor:.3g}, "
+            f"weight decay / {factor:.3g}\n{format_table(rows)}\n"
+        )
+    return mars
+
+
+def _factors(rule: str, settings: dict[str, Any]) -> tuple[float, float]:
+    """What lr is multiplied by, for matrices and for the rest."""
+    if rule == "published":
+        return 10.0, 5.0
+    if rule != "step-size":
+        raise ValueError(f"Invalid rule: {rule!r} (it must be 'step-size' or 'published')")
+    mars_type = settings["mars_type"]
+    if mars_type == "mars-adamw":
+        exact = not settings["is_approx"]
+        return (1.0 if exact else noise_factor(settings["gamma"], settings["betas"][0])), 1.0
+    if mars_type in ("mars-m", "plain-adamw"):
+        return 1.0, 1.0
+    raise ValueError(
+        f"no rule keeps the size of AdamW's step for {mars_type!r}: its steps are of another "
+        "kind. Construct MARS directly and tune lr"
+    )

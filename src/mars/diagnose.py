@@ -1,0 +1,218 @@
+"""What the correction does to your gradients: enough to tune γ by. Costs nothing when not asked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mars.engines import Batch
+from mars.groups import format_table
+from mars.rule import KINDS
+from mars.rule.estimator import correct, kappa, norm
+from mars.rule.halves import join
+
+if TYPE_CHECKING:
+    from mars.optimizer import MARS
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The diagnostics of one group over the observed steps. None: nothing to measure it by."""
+
+    name: str
+    steps: int
+    tensors: int  # tensors that MARS corrects
+    clipped: float | None  # share of (tensor, step) pairs that were clipped
+    c_norm: float | None  # mean ‖c‖₂ before clipping
+    cosine: float | None  # mean cosine between g and the last gradient
+    update_rms: float  # RMS of the change of a parameter in a step
+    variance_ratio: float | None  # Var(c) / Var(g) over the observed steps (two at least)
+    independent: float | None  # (1+κ)² + κ²: that ratio if g and h had independent noise
+
+
+@dataclass
+class _Tensor:
+    """Running sums for one tensor."""
+
+    n: int = 0
+    sum_g: Tensor | None = None
+    sum_c: Tensor | None = None
+    square_g: Tensor | float = 0.0
+    square_c: Tensor | float = 0.0
+
+    def add(self, g: Tensor, c: Tensor) -> None:
+        self.n += 1
+        self.sum_g = g.clone() if self.sum_g is None else self.sum_g.add_(g)
+        self.sum_c = c.clone() if self.sum_c is None else self.sum_c.add_(c)
+        self.square_g = self.square_g + g.double().square().sum()
+        self.square_c = self.square_c + c.double().square().sum()
+
+    def spread(self) -> tuple[float, float]:
+        """Σ‖g − ḡ‖² and Σ‖c − c̄‖²."""
+        if self.sum_g is None or self.sum_c is None:
+            return 0.0, 0.0
+        mean_g = self.sum_g.double().square().sum() / self.n
+        mean_c = self.sum_c.double().square().sum() / self.n
+        return float(self.square_g - mean_g), float(self.square_c - mean_c)
+
+
+@dataclass
+class _Group:
+    """Running sums for one group; tensors stay on their device until they are read."""
+
+    kappa: float | None = None
+    clipped: list[Tensor] = field(default_factory=list)
+    c_norm: list[Tensor] = field(default_factory=list)
+    cosine: list[Tensor] = field(default_factory=list)
+    moved: list[Tensor] = field(default_factory=list)  # Σ Δx² of a batch
+    elements: int = 0
+    tensors: dict[int, _Tensor] = field(default_factory=dict)
+
+
+class Diagnosis:
+    """Observes the steps taken inside its ``with`` block. Read it as a table or by `readings`."""
+
+    def __init__(self, optimizer: MARS) -> None:
+        self._optimizer = optimizer
+        self._groups = [_Group() for _ in optimizer.param_groups]
+        self._before: list[Tensor] = []
+        self._last: dict[int, Tensor] = {}  # last gradients of tensors whose state has none
+        self._steps = 0
+
+    def __enter__(self) -> Diagnosis:
+        if self._optimizer._observer is not None:
+            raise RuntimeError("this optimizer is being diagnosed already")
+        self._optimizer._observer = self
+        self._hook = self._optimizer.register_step_post_hook(self._count)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self._optimizer._observer = None
+        self._hook.remove()
+
+    def _count(self, *_: Any) -> None:
+        self._steps += 1
+
+    @torch.no_grad()
+    def before(self, batch: Batch, length: Tensor | None) -> None:
+        """Called by the optimizer with what it is about to step."""
+        self._before = [x.clone() for x in _values(batch)]
+        if not KINDS[batch.kind].corrected:
+            return
+        group = self._groups[batch.group]
+        group.kappa = float(kappa(batch.k.gamma, batch.k.beta1))
+        wide = batch.m[0].dtype
+        for i, g in enumerate(batch.g):
+            key = id(batch.m[i].untyped_storage())
+            h = batch.h[i] if batch.h else self._last.get(key)
+            if not batch.h:
+                self._last[key] = g.clone()
+            if h is None:
+                continue  # nothing stored yet to compare with
+            g, h = g.to(wide), h.to(wide)
+            c = correct(g, h, batch.k.gamma, batch.k.beta1)
+            c_norm = norm(c)
+            group.c_norm.append(c_norm)
+            if batch.k.clip is not None:
+                group.clipped.append((c_norm if length is None else length) > 1.0)
+            group.cosine.append((g * h).sum() / (norm(g) * norm(h)))
+            group.tensors.setdefault(key, _Tensor()).add(g, c)
+
+    @torch.no_grad()
+    def after(self, batch: Batch) -> None:
+        """Called by the optimizer with what it has stepped."""
+        group = self._groups[batch.group]
+        for old, new in zip(self._before, _values(batch), strict=True):
+            group.moved.append((new - old).double().square().sum())
+            group.elements += old.numel()
+        self._before = []
+
+    @property
+    def readings(self) -> list[Reading]:
+        """One reading a group, in the order of ``param_groups``. Waits for the device."""
+        out = []
+        for i, (group, options) in enumerate(
+            zip(self._groups, self._optimizer.param_groups, strict=True)
+        ):
+            spreads = [t.spread() for t in group.tensors.values() if t.n >= 2]
+            noise = sum(g for g, _ in spreads)
+            moved = sum(float(m) for m in group.moved)
+            out.append(Reading(
+                name=str(options.get("name", i)),
+                steps=self._steps,
+                tensors=len(group.tensors),
+                clipped=_mean(group.clipped),
+                c_norm=_mean(group.c_norm),
+                cosine=_mean(group.cosine),
+                update_rms=math.sqrt(moved / group.elements) if group.elements else 0.0,
+                variance_ratio=sum(c for _, c in spreads) / noise if noise > 0 else None,
+                independent=None if group.kappa is None else
+                (1 + group.kappa) ** 2 + group.kappa**2,
+            ))  # fmt: skip
+        return out
+
+    def __str__(self) -> str:
+        head = ("group", "steps", "tensors", "clipped", "|c|", "cos(g, h)", "update RMS",
+                "Var(c)/Var(g)", "if independent")  # fmt: skip
+        rows = [head]
+        for r in self.readings:
+            rows.append((
+                r.name, str(r.steps), str(r.tensors),
+                "-" if r.clipped is None else f"{r.clipped:.0%}", _format(r.c_norm),
+                _format(r.cosine), _format(r.update_rms), _format(r.variance_ratio),
+                _format(r.independent),
+            ))  # fmt: skip
+        return format_table(rows, right=tuple(range(1, len(head))))
+
+
+def _values(batch: Batch) -> list[Tensor]:
+    """The parameters at full precision."""
+    if not batch.low:
+        return batch.x
+    return [join(high, low) for high, low in zip(batch.x, batch.low, strict=True)]
+
+
+def _mean(values: list[Tensor]) -> float | None:
+    """The mean of those that are numbers (a zero gradient has no cosine)."""
+    if not values:
+        return None
+    numbers = [x for x in torch.stack([v.double().cpu() for v in values]).tolist() if x == x]
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def _format(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def diagnose(optimizer: MARS) -> Diagnosis:
+    """Observe the steps taken inside a ``with`` block.
+
+    ``Var(c)/Var(g)`` is what γ costs: how much more noise the corrected gradient has than the
+    gradient, over the observed steps (take twenty or so; parameters should move little between
+    them). In approximate mode it is near (1+κ)² + κ², in exact mode near 1. ``cos(g, h)`` says
+    whether the two gradients have anything in common, ``clipped`` how often the clip acts. What
+    to do about it: docs/math.md.
+
+    Args:
+        optimizer: a :class:`mars.MARS`.
+
+    Example:
+        >>> import torch, mars
+        >>> w = torch.ones(2, 2, requires_grad=True)
+        >>> optimizer = mars.MARS([w], lr=1e-3)
+        >>> with mars.diagnose(optimizer) as d:
+        ...     for _ in range(3):
+        ...         w.grad = torch.full_like(w, 0.1)
+        ...         optimizer.step()
+        >>> d.readings[0].clipped, d.readings[0].tensors
+        (0.0, 1)
+    """
+    return Diagnosis(optimizer)

@@ -1,0 +1,190 @@
+"""Which parameter is trained by what: routing by name and shape.
+
+>>> import torch, mars
+>>> model = torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 4))
+>>> print(mars.param_groups(model, mars_type="mars-m", lr=0.02))
+parameter  shape    count  group       trained by   lr     weight_decay
+1.weight   (4, 4)      16  matrices    mars-m       0.02   default
+0.weight   (10, 4)     40  embeddings  plain-adamw  lr_1d  weight_decay_1d
+1.bias     (4,)         4  vectors     plain-adamw  lr_1d  weight_decay_1d
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, SupportsIndex
+
+from torch import Tensor, nn
+
+from mars.options import check_known, check_values
+from mars.rule import KINDS
+from mars.state import kind_of
+
+Destination = str | dict[str, Any]
+Route = tuple[str | Callable[[str, Tensor], bool], Destination]
+
+# AdamW's options and the ones of MARS(...) that they come from.
+ADAMW_OPTIONS = {"lr": "lr_1d", "betas": "betas_1d", "weight_decay": "weight_decay_1d"}
+
+_EMBEDDING = re.compile(r"(^|[._])(wte|wpe|emb|(tok|pos|patch)?_?embed\w*|cls_token)([._]|$)")
+_HEAD = re.compile(r"(^|\.)(lm_head|head|heads|classifier|score|embed_out)(\.|$)|^(fc|output)\.")
+
+
+class ParamGroups(list[dict[str, Any]]):
+    """Groups for `MARS`, that print as a table. AdamW's options may be left to the optimizer."""
+
+    def resolve(self, defaults: dict[str, Any]) -> list[dict[str, Any]]:
+        """Plain groups: those of AdamW take lr_1d, betas_1d and weight_decay_1d as theirs."""
+        adamw = {name: defaults[source] for name, source in ADAMW_OPTIONS.items()}
+        return [({**adamw, **group} if _is_adamw(group) else dict(group)) for group in self]
+
+    def table(self) -> str:
+        """One line a parameter: where it goes and what trains it."""
+        rows = [("parameter", "shape", "count", "group", "trained by", "lr", "weight_decay")]
+        for group in self:
+            for name, p in group["params"]:
+                kind = kind_of(p, {"matrix_rule": "2d", "optimize_1d": False, **group})
+                one_d = not KINDS[kind].corrected and "lr" not in group
+                rate = group.get("lr", "lr_1d" if one_d else "default")
+                decay = group.get("weight_decay", "weight_decay_1d" if one_d else "default")
+                rows.append((
+                    name, str(tuple(p.shape)), f"{p.numel():,}", str(group["name"]), kind,
+                    str(rate), str(decay),
+                ))  # fmt: skip
+        return format_table(rows, right=(2,))
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParamGroups:
+        return ParamGroups(dict(group) for group in self)
+
+
+def format_table(rows: Sequence[Sequence[str]], right: tuple[SupportsIndex, ...] = ()) -> str:
+    """Aligned columns, the first row being the head; no trailing blanks."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _is_adamw(group: dict[str, Any]) -> bool:
+    return group.get("mars_type") == "plain-adamw"
+
+
+def param_groups(
+    model: nn.Module | Iterable[tuple[str, Tensor]],
+    *,
+    mars_type: str = "mars-adamw",
+    routes: Sequence[Route] = (),
+    embeddings: Destination | None = None,
+    head: Destination | None = None,
+    vectors: Destination | None = None,
+    **options: Any,
+) -> ParamGroups:
+    """Route every parameter of a model to exactly one group for :class:`mars.MARS`.
+
+    The first match wins: your ``routes``, then embeddings, then the head, then vectors (all that
+    is not a matrix: norms, biases), then matrices. A destination is
+
+    - ``"mars"``: trained by ``mars_type``;
+    - ``"adamw"``: trained by AdamW with ``lr_1d``, ``betas_1d`` and ``weight_decay_1d``;
+    - ``"no-decay"``: the same without weight decay;
+    - a dict: the options of a group of its own.
+
+    Args:
+        model: a module, or ``(name, parameter)`` pairs.
+        mars_type: the type of the matrices' group.
+        routes: pairs (pattern, destination); the pattern is a regular expression searched in the
+            parameter's name, or a function of (name, parameter).
+        embeddings, head: default ``"mars"`` for MARS-AdamW and MARS-Lion, as in the authors'
+            code; ``"adamw"`` for the matrix types, whose rule makes no sense for a table of rows.
+        vectors: default ``"adamw"``; ``"mars"`` if ``optimize_1d=True``.
+        options: any option of MARS, for all groups; the rest is given to ``MARS`` itself.
+
+    Returns:
+        A list of groups; ``print`` it to see the routing.
+    """
+    check_known(options, "param_groups")
+    check_values({**options, "mars_type": mars_type})
+    usual = "adamw" if KINDS[mars_type].matrix else "mars"
+    trained_by_mars = "mars" if options.get("optimize_1d") else "adamw"
+    destinations: dict[str, Destination] = {
+        "matrices": "mars",
+        "embeddings": usual if embeddings is None else embeddings,
+        "head": usual if head is None else head,
+        "vectors": trained_by_mars if vectors is None else vectors,
+    }
+    named = list(model.named_parameters()) if isinstance(model, nn.Module) else list(model)
+    tables = _embedding_tables(model)
+    members: dict[str, list[tuple[str, Tensor]]] = {"matrices": []}
+    seen: dict[Tensor, str] = {}
+    for name, p in named:
+        if p in seen:
+            raise ValueError(f"parameter {name!r} is also given as {seen[p]!r}")
+        seen[p] = name
+        role = _role(name, p, routes, tables, options.get("matrix_rule", "2d"))
+        if isinstance(role, int):
+            pattern, destination = routes[role]
+            role = f"route {pattern}" if isinstance(pattern, str) else f"route {role}"
+            destinations[role] = destination
+        members.setdefault(role, []).append((name, p))
+    groups = ParamGroups(
+        {"params": pairs, "name": role, **_options(destinations[role], mars_type, options)}
+        for role, pairs in members.items()
+        if pairs
+    )
+    routed = [p for group in groups for _, p in group["params"]]
+    if len(routed) != len(named):  # the routing is total by construction; say so if that breaks
+        raise RuntimeError(f"{len(named)} parameters, but {len(routed)} were routed")
+    return groups
+
+
+def _embedding_tables(model: object) -> set[Tensor]:
+    if not isinstance(model, nn.Module):
+        return set()
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {module.weight for module in model.modules() if isinstance(module, kinds)}
+
+
+def _role(
+    name: str, p: Tensor, routes: Sequence[Route], tables: set[Tensor], matrix_rule: str
+) -> str | int:
+    """The first match: an index into routes, or one of the four usual roles."""
+    for i, (pattern, _) in enumerate(routes):
+        if re.search(pattern, name) if isinstance(pattern, str) else pattern(name, p):
+            return i
+    shape = {"mars_type": "mars-adamw", "matrix_rule": matrix_rule, "optimize_1d": False}
+    if p in tables or _EMBEDDING.search(name):
+        return "embeddings"
+    if kind_of(p, shape) != "mars-adamw":
+        return "vectors"
+    return "head" if _HEAD.search(name) else "matrices"
+
+
+def _options(to: Destination, mars_type: str, options: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(to, dict):
+        check_known(to, "param_groups")
+        check_values(to)
+        return _options("adamw", mars_type, options) | to if _is_adamw(to) else {
+            "mars_type": mars_type, **options, **to
+        }  # fmt: skip
+    if to == "mars":
+        return {"mars_type": mars_type, **options}
+    if to not in ("adamw", "no-decay"):
+        raise ValueError(
+            f"unknown destination {to!r}: it must be 'mars', 'adamw', 'no-decay' or a dict of "
+            "options"
+        )
+    group = {name: value for name, value in options.items() if name not in ADAMW_OPTIONS}
+    for name, source in ADAMW_OPTIONS.items():
+        if source in options:
+            group[name] = options[source]
+    if to == "no-decay":
+        group["weight_decay"] = 0.0
+    return {**group, "mars_type": "plain-adamw"}

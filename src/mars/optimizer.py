@@ -1,0 +1,364 @@
+"""`MARS`, the torch.optim shell: options, groups, state, dispatch. No arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import (
+    Optimizer,
+    ParamsT,
+    _default_to_fused_or_foreach,
+    _get_scalar_dtype,
+    _use_grad_for_differentiable,
+)
+
+from mars import exact, state
+from mars.engines import ENGINES, Batch
+from mars.groups import ParamGroups
+from mars.options import as_floats, check_known, check_values, rate_1d
+from mars.rule import KINDS, Hyper
+from mars.rule.newton_schulz import NewtonSchulz
+
+Group = dict[str, Any]
+
+
+class MARS(Optimizer):
+    r"""MARS: AdamW, Lion, Shampoo or Muon on a variance-reduced gradient.
+
+    With :math:`\kappa = \gamma\beta_1/(1-\beta_1)`, gradient :math:`g` and last gradient
+    :math:`h` (0 before the first step):
+
+    .. math::
+        c &= g + \kappa\,(g - h), \qquad \tilde c = c / \max(1, \lVert c \rVert_2) \\
+        m &\leftarrow \beta_1 m + (1-\beta_1)\,\tilde c \\
+        x &\leftarrow x - \text{lr}\,(u(m) + \lambda x)
+
+    In approximate mode :math:`h` is the gradient of the previous step. In exact mode it is the
+    gradient of the current batch at the previous parameters: ``step(closure)`` evaluates both.
+    Tensors that are not matrices are trained by AdamW with the ``*_1d`` options.
+
+    The positional order and the defaults are those of the authors' code (arXiv 2411.10438).
+    Every option may be set per group, is read from the group at each step (so that schedulers
+    can move it) and is saved in ``state_dict``.
+
+    Args:
+        params: tensors, named parameters or groups, as for any torch optimizer; or the result of
+            :func:`mars.param_groups`.
+        lr: learning rate, a float or a one-element tensor. About 1.5 times that of a tuned AdamW
+            (see :meth:`from_adamw`).
+        betas: decay of the first and of the second moment.
+        eps: added to the root of the second moment (AdamW) or to the norm (Shampoo).
+        weight_decay: decoupled: x shrinks by lr·weight_decay a step.
+        amsgrad: divide by the largest second moment so far.
+        gamma: strength of the correction; 0 is none.
+        is_approx: approximate mode (one gradient a step) or exact mode (two).
+        mars_type: ``"mars-adamw"``, ``"mars-lion"``, ``"mars-shampoo"``, ``"mars-m"``, or
+            ``"plain-adamw"`` for a group that AdamW shall train outright.
+        optimize_1d: train tensors that are not matrices with MARS too (for Shampoo and M:
+            MARS-AdamW), with ``lr``, ``betas`` and ``weight_decay``.
+        lr_1d: AdamW's rate for tensors that are not matrices, as long as ``lr`` has its initial
+            value; it moves in proportion to ``lr``.
+        betas_1d, weight_decay_1d: AdamW's other options. A group that sets ``weight_decay=0``
+            decays nothing, unless it sets ``weight_decay_1d`` too.
+        maximize: ascend.
+        foreach: multi-tensor engine; None picks it where torch.optim would (CUDA).
+        fused: reserved for a fused engine; None or False for now.
+        capturable: keep step counts on the device, so that CUDA graphs can capture a step.
+        differentiable: let autograd run through the step.
+        clip: ``"tensor"`` (each corrected tensor to norm 1), ``"global"`` (one norm over all of
+            them) or None. Without clip, Lion, Shampoo and M store no last gradient.
+        second_moment: ``"corrected"`` (of c̃, the authors' code) or ``"raw"`` (of g, their text).
+        matrix_rule: ``"2d"`` (a matrix has two dimensions) or ``"flatten"`` (more dimensions
+            count as (first, rest): convolutions).
+        ns_steps, ns_coefficients, ns_dtype: the Newton–Schulz iteration: number of steps,
+            ``"muon"`` or ``"polar-express"``, and the dtype it runs in.
+        consume_grads: the step takes the gradients as its last gradients (``p.grad`` becomes
+            None), which saves a copy.
+
+    Example:
+        >>> import torch, mars
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = mars.MARS(model.parameters(), lr=1e-2)
+        >>> model(torch.ones(3, 4)).square().mean().backward()
+        >>> optimizer.step()
+        >>> sorted(optimizer.state[model.weight])
+        ['exp_avg', 'exp_avg_sq', 'last_grad', 'step']
+
+    Reference: Yuan et al., "MARS: Unleashing the Power of Variance Reduction for Training Large
+    Models", arXiv 2411.10438; Liu et al., "MARS-M: When Variance Reduction Meets Matrices".
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        gamma: float | Tensor = 0.025,
+        is_approx: bool = True,
+        mars_type: str = "mars-adamw",
+        optimize_1d: bool = False,
+        lr_1d: float = 3e-3,
+        betas_1d: tuple[float, float] = (0.9, 0.95),
+        weight_decay_1d: float = 0.1,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        clip: str | None = "tensor",
+        second_moment: str = "corrected",
+        matrix_rule: str = "2d",
+        ns_steps: int = 5,
+        ns_coefficients: str = "muon",
+        ns_dtype: str = "bfloat16",
+        consume_grads: bool = False,
+    ) -> None:
+        defaults: Group = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+            "amsgrad": amsgrad, "gamma": gamma, "is_approx": is_approx, "mars_type": mars_type,
+            "optimize_1d": optimize_1d, "lr_1d": lr_1d, "betas_1d": betas_1d,
+            "weight_decay_1d": weight_decay_1d, "maximize": maximize, "foreach": foreach,
+            "fused": fused, "capturable": capturable, "differentiable": differentiable,
+            "clip": clip, "second_moment": second_moment, "matrix_rule": matrix_rule,
+            "ns_steps": ns_steps, "ns_coefficients": ns_coefficients, "ns_dtype": ns_dtype,
+            "consume_grads": consume_grads,
+        }  # fmt: skip
+        check_values(defaults)
+        defaults["base_lr"] = float(lr)  # what lr_1d is measured against, whatever lr becomes
+        for name in ("betas", "betas_1d"):
+            defaults[name] = as_floats(defaults[name])
+        if isinstance(params, ParamGroups):
+            params = params.resolve(defaults)
+        super().__init__(params, defaults)
+        self._reset_private()
+
+    def _reset_private(self) -> None:
+        self._observer: Any = None  # see mars.diagnose
+        self._h_is_current = True  # exact mode without a closure: see mars.exact
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group; its options are checked before anything is changed."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+        check_known(param_group, f"parameter group {len(self.param_groups)}")
+        derived: Group = {}
+        if param_group.get("weight_decay", 1.0) == 0.0:
+            derived["weight_decay_1d"] = 0.0
+        if "lr_1d" in param_group:
+            derived["base_lr"] = float(param_group.get("lr", self.defaults["lr"]))
+        derived = {k: v for k, v in derived.items() if k not in param_group}
+        check_values({**self.defaults, **param_group, **derived})
+        for name in ("betas", "betas_1d"):
+            if name in param_group:
+                derived[name] = as_floats(param_group[name])
+        param_group.update(derived)
+        super().add_param_group(param_group)
+
+    def __setstate__(self, state_: dict[str, Any]) -> None:
+        super().__setstate__(state_)
+        self._reset_private()
+        for group in self.param_groups:
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)  # options younger than the state
+            for p in group["params"]:
+                count = self.state.get(p, {}).get("step")
+                if count is not None and not isinstance(count, Tensor):
+                    self.state[p]["step"] = self._new_step(p, group, float(count))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned. A wrong one is refused before anything is changed.
+
+        Buffers keep their own dtype (float32 moments beside bfloat16 parameters), which
+        torch.optim would cast to that of the parameter.
+        """
+        state.load(self, state_dict, super().load_state_dict)
+
+    @classmethod
+    def from_adamw(cls, optimizer: torch.optim.AdamW, **options: Any) -> MARS:
+        """The MARS that replaces a configured AdamW; see :func:`mars.convert.from_adamw`."""
+        from mars.convert import from_adamw
+
+        return from_adamw(optimizer, **options)
+
+    @torch.no_grad()
+    def update_previous_grad(self) -> None:
+        """Exact mode, the authors' protocol: keep p.grad as the last gradient of the next step.
+
+        Call it before ``step``, with the gradients of the *next* batch. Harmless in approximate
+        mode.
+        """
+        exact.store_previous(self)
+
+    @torch.no_grad()
+    def update_last_grad(self) -> None:
+        """Exact mode, the authors' protocol: call after ``step``. Harmless in approximate mode."""
+        exact.promote_previous(self)
+
+    @overload
+    def step(self, closure: None = None, *, bs: object = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], Any], *, bs: object = None) -> Any: ...
+    @_use_grad_for_differentiable
+    def step(self, closure: Callable[[], Any] | None = None, *, bs: object = None) -> Any:
+        """Take one step.
+
+        Args:
+            closure: clears the gradients, evaluates the loss, calls ``backward`` and returns the
+                loss. In exact mode it is evaluated twice, with the same random numbers.
+            bs: accepted because the authors' snippets pass it; unused.
+        """
+        self._check_capture()
+        loss = None
+        if closure is not None:
+            # Named here and not in evaluate: dynamo compiles only frames that mention torch.
+            with torch.enable_grad():
+                loss = exact.evaluate(self, closure)
+        self._check_gradients()
+        exact.check_protocol(self, closure is not None)
+        batches = self._collect()
+        exact.remember(self, closure is not None)
+        length = self._global_length(batches)
+        for batch, engine in batches:
+            clip_by = None
+            if batch.k.clip == "global" and batch.h:
+                clip_by = length[batch.x[0].device].to(batch.m[0].dtype)
+            if self._observer is not None:
+                self._observer.before(batch, clip_by)
+            ENGINES[engine].CELLS[batch.kind](batch, clip_by)
+            if self._observer is not None:
+                self._observer.after(batch)
+        state.consume_gradients(self)
+        return loss
+
+    def _check_capture(self) -> None:
+        """torch's check that a CUDA graph capture and ``capturable`` agree (renamed in 2.12)."""
+        if hasattr(self, "_accelerator_graph_capture_health_check"):
+            self._accelerator_graph_capture_health_check()
+        else:
+            self._cuda_graph_capture_health_check()
+
+    def parameters_with_group(self) -> Iterator[tuple[Group, Tensor]]:
+        """Every parameter with its group."""
+        return ((group, p) for group in self.param_groups for p in group["params"])
+
+    def _check_gradients(self) -> None:
+        for _, p in self.parameters_with_group():
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise RuntimeError(
+                    "MARS does not support sparse gradients. Use nn.Embedding(sparse=False), or "
+                    "train this parameter with torch.optim.SparseAdam"
+                )
+
+    def _new_step(self, p: Tensor, group: Group, value: float = 0.0) -> Tensor:
+        device = p.device if group["capturable"] or group["fused"] else "cpu"
+        return torch.tensor(value, dtype=_get_scalar_dtype(), device=device)
+
+    def _init_group(
+        self, group: Group, x: list[Any], g: list[Any], t: list[Any], m: list[Any], v: list[Any],
+        v_max: list[Any], h: list[Any], low: list[Any], kinds: list[Any],
+    ) -> None:  # fmt: skip
+        """Fill the lists for the parameters that have a gradient; make the state they miss.
+
+        The name and the flat lists are torch's convention: torch.compile runs this method at
+        trace time instead of tracing it, so that a compiled step is one graph.
+        """
+        needed: dict[Any, dict[str, torch.dtype]] = {}
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            kind = state.kind_of(p, group)
+            own = self.state[p]
+            if (kind, p.dtype) not in needed:
+                needed[kind, p.dtype] = state.buffers(kind, p, group)
+            names = needed[kind, p.dtype]
+            if "step" not in own:
+                own["step"] = self._new_step(p, group)
+            for name, dtype in names.items():
+                if name not in own:
+                    own[name] = torch.zeros_like(p, dtype=dtype)
+            x.append(p)
+            g.append(p.grad)
+            t.append(own["step"])
+            m.append(own["exp_avg"])
+            v.append(own["exp_avg_sq"] if "exp_avg_sq" in names else None)
+            v_max.append(own["max_exp_avg_sq"] if "max_exp_avg_sq" in names else None)
+            h.append(own["last_grad"] if "last_grad" in names else None)
+            low.append(own["param_low"] if "param_low" in names else None)
+            kinds.append(kind)
+
+    def _collect(self) -> list[tuple[Batch, str]]:
+        """The batches of this step, each with the engine that steps it."""
+        batches: list[tuple[Batch, str]] = []
+        for index, group in enumerate(self.param_groups):
+            x: list[Tensor] = []
+            g: list[Tensor] = []
+            t: list[Tensor] = []
+            m: list[Tensor] = []
+            v: list[Tensor | None] = []
+            v_max: list[Tensor | None] = []
+            h: list[Tensor | None] = []
+            low: list[Tensor | None] = []
+            kinds: list[str] = []
+            self._init_group(group, x, g, t, m, v, v_max, h, low, kinds)
+            split: dict[Any, Batch] = {}
+            for i, kind in enumerate(kinds):
+                key = (kind, x[i].device, x[i].dtype)
+                if key not in split:
+                    split[key] = _new_batch(kind, group, index, x[i], t[i])
+                split[key].add(x[i], g[i], t[i], m[i], v[i], v_max[i], h[i], low[i])
+            engine = _engine(group, x)
+            batches.extend((batch, engine) for batch in split.values())
+        return batches
+
+    def _global_length(self, batches: Iterable[tuple[Batch, str]]) -> dict[torch.device, Tensor]:
+        """One norm over all corrected tensors of the groups with clip="global", per device."""
+        lengths = [
+            length
+            for batch, engine in batches
+            if batch.k.clip == "global" and batch.h
+            for length in ENGINES[engine].norms(batch)
+        ]
+        if not lengths:
+            return {}
+        home = lengths[0].device
+        total = torch.linalg.vector_norm(torch.stack([n.to(home).double() for n in lengths]))
+        return {n.device: total.to(n.device) for n in lengths}
+
+
+def _engine(group: Group, params: list[Tensor]) -> str:
+    """The engine for a group: what it asks for, else what torch.optim would choose."""
+    foreach = group["foreach"]
+    if foreach is None:
+        _, foreach = _default_to_fused_or_foreach(params, group["differentiable"], use_fused=False)
+    return "foreach" if foreach else "reference"
+
+
+def _new_batch(kind: str, group: Group, index: int, x: Tensor, t: Tensor) -> Batch:
+    one_d = not KINDS[kind].corrected and group["mars_type"] != kind
+    beta1, beta2 = group["betas_1d"] if one_d else group["betas"]
+    lr = rate_1d(group) if one_d else group["lr"]
+    hyper = Hyper(
+        lr=lr.to(x.device, non_blocking=True) if isinstance(lr, Tensor) else lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=group["eps"],
+        decay=group["weight_decay_1d"] if one_d else group["weight_decay"],
+        gamma=group["gamma"],
+        clip=group["clip"],
+        amsgrad=group["amsgrad"],
+        maximize=group["maximize"],
+        raw=group["second_moment"] == "raw",
+        ns=NewtonSchulz(group["ns_steps"], group["ns_coefficients"], group["ns_dtype"]),
+    )
+    return Batch(
+        kind, hyper, index,
+        host_t=not group["capturable"] and t.device.type == "cpu",
+        keep_g=group["is_approx"] and not group["consume_grads"],
+    )  # fmt: skip

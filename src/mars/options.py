@@ -1,0 +1,176 @@
+"""The options of a parameter group: what is allowed, said once."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mars.rule import KINDS
+from mars.rule.newton_schulz import COEFFICIENTS
+
+# A rate below this is a frozen group, not a unit to measure lr_1d in.
+SMALLEST_BASE_LR = 1e-12
+
+# Keys that torch, schedulers and users keep in a group beside the options.
+METADATA = frozenset({
+    "params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "lr_scale",
+    "max_momentum", "base_momentum",
+})  # fmt: skip
+
+
+def _number(value: Any, low: float = 0.0, high: float = math.inf) -> bool:
+    """A finite number in [low, high): an int, a float or a one-element tensor."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
+        return False
+    return low <= float(value) < high
+
+
+def _one_of(*allowed: Any) -> Callable[[Any], str | None]:
+    names = ", ".join(repr(a) for a in allowed)
+
+    def check(value: Any) -> str | None:
+        fits = any(value is a or (isinstance(a, str) and value == a) for a in allowed)
+        return None if fits else f"must be one of {names}"
+
+    return check
+
+
+def _at_least_zero(value: Any) -> str | None:
+    return None if _number(value) else "must be a finite number, at least 0"
+
+
+def _rate(value: Any) -> str | None:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        return "Tensor lr must be 1-element"
+    return _at_least_zero(value)
+
+
+def _betas(value: Any) -> str | None:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        return "must be a pair of numbers"
+    return None
+
+
+def _steps(value: Any) -> str | None:
+    fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return None if fits else "must be an integer, at least 1"
+
+
+_FLAG = _one_of(True, False)
+_CHOICE = _one_of(None, True, False)
+
+# name -> (the words torch.optim uses before the value, check)
+CHECKS: dict[str, tuple[str, Callable[[Any], str | None]]] = {
+    "lr": ("Invalid learning rate", _rate),
+    "betas": ("Invalid betas", _betas),
+    "eps": ("Invalid epsilon value", _at_least_zero),
+    "weight_decay": ("Invalid weight_decay value", _at_least_zero),
+    "amsgrad": ("Invalid amsgrad", _FLAG),
+    "gamma": ("Invalid gamma", _at_least_zero),
+    "is_approx": ("Invalid is_approx", _FLAG),
+    "mars_type": ("Invalid mars_type", _one_of(*KINDS)),
+    "optimize_1d": ("Invalid optimize_1d", _FLAG),
+    "lr_1d": ("Invalid lr_1d", _at_least_zero),
+    "betas_1d": ("Invalid betas_1d", _betas),
+    "weight_decay_1d": ("Invalid weight_decay_1d", _at_least_zero),
+    "base_lr": ("Invalid base_lr", _at_least_zero),
+    "maximize": ("Invalid maximize", _FLAG),
+    "foreach": ("Invalid foreach", _CHOICE),
+    "fused": ("Invalid fused", _CHOICE),
+    "capturable": ("Invalid capturable", _FLAG),
+    "differentiable": ("Invalid differentiable", _FLAG),
+    "clip": ("Invalid clip", _one_of("tensor", "global", None)),
+    "second_moment": ("Invalid second_moment", _one_of("corrected", "raw")),
+    "matrix_rule": ("Invalid matrix_rule", _one_of("2d", "flatten")),
+    "ns_steps": ("Invalid ns_steps", _steps),
+    "ns_coefficients": ("Invalid ns_coefficients", _one_of(*COEFFICIENTS)),
+    "ns_dtype": ("Invalid ns_dtype", _one_of("bfloat16", "float16", "float32", "float64")),
+    "consume_grads": ("Invalid consume_grads", _FLAG),
+}
+
+
+def check_known(names: Mapping[str, Any], where: str) -> None:
+    """Refuse an option that does not exist, and say which one was probably meant."""
+    for name in names:
+        if name in CHECKS or name in METADATA:
+            continue
+        close = difflib.get_close_matches(name, CHECKS, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise TypeError(
+            f"{where}: unknown option {name!r}.{hint} Options: {', '.join(CHECKS)}. "
+            "Keep your own notes under the key 'name'."
+        )
+
+
+def check_values(options: Mapping[str, Any]) -> None:
+    """Refuse a wrong value by naming the option, the value and what is allowed."""
+    for name, (words, check) in CHECKS.items():
+        if name not in options:
+            continue
+        value = options[name]
+        problem = check(value)
+        if problem is not None:
+            raise ValueError(f"{words}: {value!r} ({name}: {problem})")
+    for name in ("betas", "betas_1d"):
+        if name in options:
+            _check_betas(name, options[name])
+    _check_together(options)
+
+
+def _check_betas(name: str, betas: Any) -> None:
+    suffix = "" if name == "betas" else f" of {name}"
+    if len({isinstance(beta, Tensor) for beta in betas}) == 2:
+        raise ValueError(f"{name} must be either both floats or both Tensors, not {betas!r}")
+    for i, beta in enumerate(betas):
+        if isinstance(beta, Tensor) and beta.numel() != 1:
+            raise ValueError(f"Tensor {name}[{i}] must be 1-element, not of shape {beta.shape}")
+        if not _number(beta, 0.0, 1.0):
+            raise ValueError(
+                f"Invalid beta parameter at index {i}{suffix}: {beta} (must be in [0, 1))"
+            )
+
+
+def _check_together(options: Mapping[str, Any]) -> None:
+    """Options that exclude each other, in torch.optim's words."""
+    foreach, fused = options.get("foreach"), options.get("fused")
+    if foreach and not options.get("capturable"):
+        scalars = {"lr": options.get("lr")}
+        scalars |= {f"betas[{i}]": beta for i, beta in enumerate(options.get("betas", ()))}
+        for name, value in scalars.items():
+            if isinstance(value, Tensor):
+                raise ValueError(
+                    f"{name} as a Tensor is not supported for capturable=False and foreach=True; "
+                    "leave foreach=None, or set capturable=True"
+                )
+    if options.get("differentiable"):
+        for name in ("foreach", "fused", "consume_grads"):
+            if options.get(name):
+                raise RuntimeError(f"`{name}` does not support `differentiable`")
+    if fused and foreach:
+        raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+    if fused:
+        raise RuntimeError(
+            "`fused=True`: this version has no fused engine; use fused=None (the default) to get "
+            "the fastest engine there is"
+        )
+    if options.get("consume_grads") and options.get("is_approx") is False:
+        raise ValueError(
+            "consume_grads=True needs is_approx=True: in exact mode the last gradient is not the "
+            "gradient of this step"
+        )
+
+
+def as_floats(betas: Any) -> tuple[float, float]:
+    """A pair of floats; tensors are read once, here."""
+    return float(betas[0]), float(betas[1])
+
+
+def rate_1d(group: Mapping[str, Any]) -> float | Tensor:
+    """The rate of AdamW for tensors that are not matrices: lr × (lr_1d / lr at construction)."""
+    base = float(group["base_lr"])
+    lr: float | Tensor = group["lr"]
+    return lr * (float(group["lr_1d"]) / base) if base > SMALLEST_BASE_LR else lr

@@ -1,0 +1,175 @@
+"""What a tensor carries: which buffers, of which dtype, and how they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mars.options import check_values
+from mars.rule import KINDS
+from mars.rule.halves import HALF_DTYPES
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import Optimizer
+
+
+def kind_of(p: Tensor, group: Mapping[str, Any]) -> str:
+    """The rule that trains this tensor of this group.
+
+    A complex tensor counts as its real view (one more dimension), as in all of torch.optim.
+    """
+    mars_type: str = group["mars_type"]
+    ndim = p.ndim + int(p.is_complex())
+    is_matrix = ndim == 2 or (ndim > 2 and group["matrix_rule"] == "flatten")
+    if is_matrix or not KINDS[mars_type].corrected:
+        return mars_type
+    if not group["optimize_1d"]:
+        return "plain-adamw"
+    return "mars-adamw" if KINDS[mars_type].matrix else mars_type
+
+
+def needs_last_grad(kind: str, group: Mapping[str, Any]) -> bool:
+    """Whether c itself is needed: if it is clipped, squared, or made of a foreign gradient."""
+    return KINDS[kind].corrected and (
+        not group["is_approx"]
+        or group["clip"] is not None
+        or (KINDS[kind].second_moment and group["second_moment"] == "corrected")
+    )
+
+
+def buffers(kind: str, p: Tensor, group: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    """Every buffer beside ``step`` that a step of this tensor reads, with its dtype."""
+    half = p.dtype in HALF_DTYPES
+    wide = torch.float32 if half else p.dtype
+    needed = {"exp_avg": wide}
+    if KINDS[kind].second_moment:
+        needed["exp_avg_sq"] = wide
+        if group["amsgrad"]:
+            needed["max_exp_avg_sq"] = wide
+    if needs_last_grad(kind, group):
+        needed["last_grad"] = p.dtype
+    if half:
+        needed["param_low"] = torch.int16
+    return needed
+
+
+def consume_gradients(optimizer: Optimizer) -> None:
+    """For groups with consume_grads: gradients become last gradients, without a copy."""
+    for group in optimizer.param_groups:
+        if not group["consume_grads"]:
+            continue
+        for p in group["params"]:
+            g, own = p.grad, optimizer.state.get(p, {})
+            if g is None:
+                continue
+            if "last_grad" in own:
+                if g._is_view():  # into somebody's buffer (DDP's buckets), who will write there
+                    own["last_grad"].copy_(g)
+                else:
+                    own["last_grad"] = g
+            p.grad = None
+
+
+def load(
+    optimizer: Optimizer,
+    state_dict: dict[str, Any],
+    load_by_torch: Callable[[dict[str, Any]], None],
+) -> None:
+    """torch's load_state_dict between a check of what it gets and a repair of what it casts."""
+    accepted: dict[str, Any] = {}
+
+    def check(_: Optimizer, candidate: dict[str, Any]) -> None:
+        _check_state_dict(optimizer, candidate)
+        accepted.update(candidate)
+
+    def restore(_: Optimizer) -> None:
+        for p, saved, group in _matched(optimizer, accepted):
+            own = optimizer.state[p]
+            wanted = buffers(kind_of(p, group), p, group)
+            for name, value in saved.items():
+                if name == "step" or not isinstance(value, Tensor):
+                    continue
+                if name == "param_low" and p.dtype not in HALF_DTYPES:
+                    del own[name]
+                    continue
+                # Torch copied nothing that it did not have to cast or move.
+                own[name] = value.to(p.device, wanted.get(name, value.dtype))
+
+    # The user's hooks run first on the way in and last on the way out.
+    handles = (
+        optimizer.register_load_state_dict_pre_hook(check),
+        optimizer.register_load_state_dict_post_hook(restore, prepend=True),
+    )
+    try:
+        load_by_torch(state_dict)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _matched(
+    optimizer: Optimizer, state_dict: Mapping[str, Any]
+) -> list[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
+    """(parameter, saved state, the group as it will be) for each parameter with saved state."""
+    matched = []
+    for group, saved_group in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        options = {**optimizer.defaults, **saved_group}
+        for p, index in zip(group["params"], saved_group["params"], strict=True):
+            if state_dict["state"].get(index):
+                matched.append((p, state_dict["state"][index], options))
+    return matched
+
+
+def _check_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Raise ValueError if this state cannot be the state of this optimizer."""
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(
+                f"state dict without {key!r}: it has {sorted(map(str, state_dict))}. Pass what "
+                "optimizer.state_dict() returned"
+            )
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+    if len(sizes) != len(saved_sizes):
+        raise ValueError(
+            "loaded state dict has a different number of parameter groups: "
+            f"{len(saved_sizes)}, the optimizer has {len(sizes)}"
+        )
+    if sizes != saved_sizes:
+        raise ValueError(
+            "loaded state dict contains a parameter group that doesn't match the size of "
+            f"optimizer's group: {saved_sizes} parameters, the optimizer has {sizes}"
+        )
+    for group in state_dict["param_groups"]:
+        check_values({**optimizer.defaults, **group})
+    names = list(chain.from_iterable(g.get("param_names", ()) for g in optimizer.param_groups))
+    order = {id(p): i for i, p in enumerate(chain.from_iterable(
+        g["params"] for g in optimizer.param_groups))}  # fmt: skip
+    for p, saved, group in _matched(optimizer, state_dict):
+        i = order[id(p)]
+        who = f"parameter {i}" + (f" ({names[i]})" if names else "")
+        _check_buffers(who, p, saved, group)
+
+
+def _check_buffers(who: str, p: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    if set(saved) == {"previous_grad"}:
+        return  # exact mode, saved between update_previous_grad and the first step
+    optional = {"param_low"}  # absent where the state comes from a float32 run
+    required = {"step", *buffers(kind_of(p, group), p, group)} - optional
+    missing = sorted(required - set(saved))
+    if missing:
+        raise ValueError(
+            f"state of {who} lacks {missing}: the state dict is truncated, or was saved by "
+            "another optimizer. It has " + str(sorted(map(str, saved)))
+        )
+    for name, value in saved.items():
+        if name != "step" and isinstance(value, Tensor) and value.shape != p.shape:
+            raise ValueError(
+                f"state of {who}: {name} has shape {tuple(value.shape)}, the parameter "
+                f"{tuple(p.shape)}. The state belongs to another model, or parameters were "
+                "given in another order"
+            )
