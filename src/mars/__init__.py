@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from mars import schedules
-from mars.diagnose import diagnose
+from mars.diagnostics import diagnose
 from mars.groups import param_groups
 from mars.optimizer import MARS
 from mars.schedules import GammaScheduler

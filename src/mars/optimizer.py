@@ -140,7 +140,7 @@ class MARS(Optimizer):
         self._reset_private()
 
     def _reset_private(self) -> None:
-        self._observer: Any = None  # see mars.diagnose
+        self._observer: Any = None  # see mars.diagnostics
         self._h_is_current = True  # exact mode without a closure: see mars.exact
 
     def add_param_group(self, param_group: Group) -> None:

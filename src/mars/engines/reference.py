@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from mars.engines.batch import Batch, Cell
@@ -24,9 +25,13 @@ def step(batch: Batch, length: Tensor | None) -> None:
             batch.v_max[i] if batch.v_max else None,
         )
         wide = x if low is None else join(x, low)
+        start = state
+        if torch.is_grad_enabled():  # differentiable: backward needs what is overwritten below
+            wide = wide.clone()
+            start = Moments(*(s if s is None else s.clone() for s in state))
         wide, new = update(
             batch.kind, wide, g.to(wide.dtype), None if h is None else h.to(wide.dtype),
-            state, t, batch.k, length,
+            start, t, batch.k, length,
         )  # fmt: skip
         for old, value in zip(state, new, strict=True):
             if old is not None and value is not None:

@@ -115,8 +115,8 @@ class Diagnosis:
             h = batch.h[i] if batch.h else self._last.get(key)
             if not batch.h:
                 self._last[key] = g.clone()
-            if h is None:
-                continue  # nothing stored yet to compare with
+            if h is None or float(batch.t[i]) == 0:
+                continue  # no last gradient yet: c = (1+κ)g says nothing about noise
             g, h = g.to(wide), h.to(wide)
             c = correct(g, h, batch.k.gamma, batch.k.beta1)
             c_norm = norm(c)

@@ -1,0 +1,79 @@
+"""The map of the code, enforced."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "mars"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# Who may import whom, by module prefix; the longest match counts. Everything imports downwards.
+LAYERS = {
+    "mars.rule": 0,
+    "mars.engines": 1,
+    "mars.options": 1,
+    "mars.state": 2,
+    "mars.exact": 3,
+    "mars.groups": 3,
+    "mars.schedules": 3,
+    "mars.optimizer": 4,
+    "mars.convert": 5,
+    "mars.diagnostics": 5,
+    "mars": 6,
+}
+
+
+def module(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer(name: str) -> int:
+    fits = [prefix for prefix in LAYERS if name == prefix or name.startswith(prefix + ".")]
+    return LAYERS[max(fits, key=len)]
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of ours that are imported when this one is (not inside functions or for types)."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mars"):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("mars")}
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=module)
+def test_imports_go_one_way(path: Path) -> None:
+    own = layer(module(path))
+    for name in imports(path):
+        assert layer(name) <= own, f"{module(path)} imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module)
+def test_a_file_holds_one_idea(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+    assert ast.get_docstring(ast.parse(path.read_text())), "say what the file is for"
+
+
+def test_the_library_needs_torch_alone() -> None:
+    allowed = {"torch", "mars", "__future__"} | set(__import__("sys").stdlib_module_names)
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            assert {name.split(".")[0] for name in names} <= allowed, path
+
+
+def test_the_rule_knows_no_groups_devices_or_ranks() -> None:
+    for path in (SOURCE / "rule").glob("*.py"):
+        text = path.read_text()
+        for word in ("param_groups", ".cuda", "distributed", "state_dict", "state["):
+            assert word not in text, (path, word)

@@ -1,0 +1,123 @@
+"""From AdamW to MARS."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mars import MARS
+from mars.convert import noise_factor
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 2))
+
+
+def adamw(m: nn.Module) -> torch.optim.AdamW:
+    decay = [p for p in m.parameters() if p.ndim == 2]
+    rest = [p for p in m.parameters() if p.ndim != 2]
+    groups = [{"params": decay}, {"params": rest, "weight_decay": 0.0, "lr": 1e-3}]
+    return torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), eps=1e-7, weight_decay=0.1)
+
+
+def test_step_size_rule_keeps_lr_times_decay() -> None:
+    m = model()
+    old = adamw(m)
+    new = MARS.from_adamw(old, verbose=False)
+    factor = noise_factor(0.025, 0.95)
+    assert factor == pytest.approx(1.55, abs=2e-3)
+    assert len(new.param_groups) == 2
+    for a, b in zip(old.param_groups, new.param_groups, strict=True):
+        assert a["params"] == b["params"]
+        assert b["lr"] == pytest.approx(a["lr"] * factor)
+        assert b["lr"] * b["weight_decay"] == pytest.approx(a["lr"] * a["weight_decay"])
+        assert b["lr_1d"] == a["lr"]
+        assert b["betas_1d"] == a["betas"]
+        assert b["weight_decay_1d"] == a["weight_decay"]
+        assert b["eps"] == 1e-7
+        assert b["betas"] == (0.95, 0.99)
+
+
+def test_vectors_go_on_exactly_as_adamw_trained_them() -> None:
+    first, second = model(), model()
+    second.load_state_dict(first.state_dict())
+    old, new = adamw(first), MARS.from_adamw(adamw(second), verbose=False)
+    for _ in range(5):
+        for p, q in zip(first.parameters(), second.parameters(), strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        old.step()
+        new.step()
+    for p, q in zip(first.parameters(), second.parameters(), strict=True):
+        if p.ndim == 1:
+            torch.testing.assert_close(p, q)
+
+
+def test_published_rule() -> None:
+    new = MARS.from_adamw(adamw(model()), rule="published", verbose=False)
+    assert new.param_groups[0]["lr"] == pytest.approx(6e-3)
+    assert new.param_groups[0]["weight_decay"] == pytest.approx(1e-2)
+    assert new.param_groups[0]["lr_1d"] == pytest.approx(3e-3)
+
+
+def test_the_step_keeps_its_size() -> None:
+    """Gradients that are noise: MARS at the converted rate moves as far as AdamW."""
+    sizes = {}
+    for name in ("adamw", "mars", "same rate"):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.zeros(64, 64))
+        old = torch.optim.AdamW([p], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+        optimizer = old
+        if name == "mars":
+            optimizer = MARS.from_adamw(old, betas=(0.9, 0.95), gamma=0.05, verbose=False)
+        elif name == "same rate":
+            optimizer = MARS([p], lr=1e-3, betas=(0.9, 0.95), gamma=0.05)
+        moved = []
+        for _ in range(100):
+            before = p.detach().clone()
+            p.grad = 1e-3 * torch.randn(64, 64)
+            optimizer.step()
+            moved.append((p.detach() - before).square().mean().item())
+        sizes[name] = math.sqrt(sum(moved[50:]) / 50)
+    # m is no longer than AdamW's (only v is), so the converted step is that of AdamW up to the
+    # weight that the correction moves to the current gradient.
+    assert sizes["mars"] == pytest.approx(sizes["adamw"], rel=0.15)
+    assert sizes["same rate"] < 0.85 * sizes["adamw"]
+
+
+def test_it_says_what_it_chose(capsys: pytest.CaptureFixture[str]) -> None:
+    MARS.from_adamw(adamw(model()))
+    said = capsys.readouterr().out
+    assert "mars-adamw in place of AdamW" in said
+    assert "0.0006 -> 0.00093" in said
+    assert "0.1 -> 0.0645" in said
+
+
+def test_names_schedulers_and_other_types() -> None:
+    m = model()
+    old = torch.optim.AdamW(m.named_parameters(), lr=torch.tensor(1e-3), weight_decay=0.1)
+    torch.optim.lr_scheduler.LambdaLR(old, lambda t: 1.0)
+    new = MARS.from_adamw(old, mars_type="mars-m", verbose=False)
+    group = new.param_groups[0]
+    assert group["param_names"] == [name for name, _ in m.named_parameters()]
+    assert float(group["lr"]) == pytest.approx(1e-3)
+    assert float(group["initial_lr"]) == pytest.approx(1e-3)
+    assert group["mars_type"] == "mars-m"
+    for p in m.parameters():
+        p.grad = torch.randn_like(p)
+    new.step()
+
+
+def test_wrong_arguments() -> None:
+    m = model()
+    with pytest.raises(TypeError, match=r"takes a torch\.optim\.AdamW, not SGD"):
+        MARS.from_adamw(torch.optim.SGD(m.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="Invalid rule: 'guess'"):
+        MARS.from_adamw(adamw(m), rule="guess")
+    with pytest.raises(ValueError, match=r"no rule keeps the size .* 'mars-lion'"):
+        MARS.from_adamw(adamw(m), mars_type="mars-lion")
+    with pytest.raises(TypeError, match="chooses 'lr'"):
+        MARS.from_adamw(adamw(m), lr=0.1)

@@ -1,0 +1,111 @@
+"""Wrong input: an error that names it, the value and what is allowed; and nothing changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import mars
+from mars import MARS
+
+
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.ones(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
+        ({"lr": float("nan")}, "Invalid learning rate: nan"),
+        ({"lr": float("inf")}, "Invalid learning rate: inf"),
+        ({"lr": "0.1"}, "Invalid learning rate: '0.1'"),
+        ({"lr": torch.tensor([0.1, 0.1])}, "Tensor lr must be 1-element"),
+        ({"betas": (1.0, 0.9)}, r"Invalid beta parameter at index 0: 1.0 \(must be in \[0, 1\)\)"),
+        ({"betas": (0.9, -0.1)}, "Invalid beta parameter at index 1: -0.1"),
+        ({"betas": 0.9}, "Invalid betas: 0.9"),
+        ({"betas": (0.9, 0.9, 0.9)}, "must be a pair"),
+        ({"betas": (0.9, torch.tensor(0.9))}, "betas must be either both floats or both Tensors"),
+        ({"betas_1d": (0.9, 2.0)}, "Invalid beta parameter at index 1 of betas_1d: 2.0"),
+        ({"eps": -1e-8}, "Invalid epsilon value: -1e-08"),
+        ({"weight_decay": -1}, "Invalid weight_decay value: -1"),
+        ({"weight_decay_1d": -1}, "Invalid weight_decay_1d: -1"),
+        ({"lr_1d": -1}, "Invalid lr_1d: -1"),
+        ({"gamma": -0.1}, "Invalid gamma: -0.1"),
+        ({"gamma": None}, "Invalid gamma: None"),
+        ({"mars_type": "adam"}, "Invalid mars_type: 'adam'.*'mars-adamw', 'mars-lion'"),
+        ({"clip": 1.0}, "Invalid clip: 1.0.*'tensor', 'global', None"),
+        ({"second_moment": "c"}, "Invalid second_moment: 'c'.*'corrected', 'raw'"),
+        ({"matrix_rule": "4d"}, "Invalid matrix_rule: '4d'.*'2d', 'flatten'"),
+        ({"ns_steps": 0}, "Invalid ns_steps: 0.*at least 1"),
+        ({"ns_steps": 2.5}, "Invalid ns_steps: 2.5"),
+        ({"ns_coefficients": "cubic"}, "Invalid ns_coefficients: 'cubic'.*'polar-express'"),
+        ({"ns_dtype": "int8"}, "Invalid ns_dtype: 'int8'"),
+        ({"amsgrad": 1}, "Invalid amsgrad: 1"),
+        ({"is_approx": None}, "Invalid is_approx: None"),
+        ({"foreach": "yes"}, "Invalid foreach: 'yes'"),
+        (
+            {"lr": torch.tensor(0.1), "foreach": True},
+            "lr as a Tensor is not supported for capturable=False and foreach=True",
+        ),
+        ({"consume_grads": True, "is_approx": False}, "consume_grads=True needs is_approx=True"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_wrong_value(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MARS([weight()], **options)
+    with pytest.raises(ValueError, match=message):
+        MARS([{"params": [weight()], **options}])
+    optimizer = MARS([weight()])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [weight()], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"foreach": True, "fused": True}, "`fused` and `foreach` cannot be `True` together"),
+        ({"fused": True, "differentiable": True}, "`fused` does not support `differentiable`"),
+        ({"foreach": True, "differentiable": True}, "`foreach` does not support `differentiable`"),
+        ({"fused": True}, "no fused engine"),
+    ],
+    ids=str,
+)
+def test_options_that_exclude_each_other(options: dict, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        MARS([weight()], **options)
+
+
+def test_unknown_option_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="weight_decy"):
+        MARS([weight()], weight_decy=0.1)
+    with pytest.raises(TypeError, match=r"unknown option 'gama'\. Did you mean 'gamma'"):
+        MARS([{"params": [weight()], "gama": 0.1}])
+    with pytest.raises(TypeError, match="unknown option 'momentum'"):
+        mars.param_groups(nn.Linear(2, 2), momentum=0.9)
+
+
+def test_a_group_may_carry_notes_of_schedulers_and_people() -> None:
+    MARS([{"params": [weight()], "name": "head", "initial_lr": 0.1, "lr_scale": 2.0}])
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_sparse_gradient(foreach: bool) -> None:
+    dense, table = weight(), nn.Embedding(5, 3, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    dense.grad = torch.ones(3, 2)
+    optimizer = MARS([{"params": [dense]}, {"params": table.parameters()}], foreach=foreach)
+    with pytest.raises(RuntimeError, match=r"sparse gradients.*sparse=False"):
+        optimizer.step()
+    assert torch.equal(dense, torch.ones(3, 2))
+    assert not optimizer.state
+
+
+def test_nothing_to_optimize() -> None:
+    with pytest.raises(ValueError, match="empty parameter list"):
+        MARS([])
+    with pytest.raises(TypeError, match="iterable of Tensors or dicts"):
+        MARS(weight())

@@ -1,0 +1,313 @@
+"""Exact mode: closure and protocol, randomness, frozen parameters, accumulation."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from mars import MARS
+from mars.engines import ENGINES
+from mars.rule import KINDS
+
+
+def make_model(dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(5)
+    layers = [nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def make_batches(n: int) -> list[torch.Tensor]:
+    torch.manual_seed(6)
+    return list(torch.randn(n, 10, 6, dtype=torch.float64))
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean() + model(batch).mean()
+
+
+def train_by_closure(model, batches, **options):
+    optimizer = MARS(model.parameters(), is_approx=False, **options)
+    losses = []
+    for batch in batches:
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            return loss
+
+        losses.append(float(optimizer.step(closure).detach()))
+    return optimizer, losses
+
+
+def train_by_protocol(model, batches, **options):
+    """The authors' way: the next batch is evaluated before the step."""
+    optimizer = MARS(model.parameters(), is_approx=False, **options)
+    losses = []
+    for i, batch in enumerate(batches):
+        if i + 1 < len(batches):
+            optimizer.zero_grad()
+            loss_of(model, batches[i + 1]).backward()
+            optimizer.update_previous_grad()
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.update_last_grad()
+        losses.append(float(loss.detach()))
+    return optimizer, losses
+
+
+@pytest.mark.parametrize("clip", ["tensor", "global", None])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_closure_and_protocol_walk_the_same_way(engine: str, kind: str, clip: str | None) -> None:
+    options = {"mars_type": kind, "foreach": engine == "foreach", "clip": clip, "gamma": 0.5}
+    options |= {"lr": 0.05, "ns_dtype": "float64"}
+    first, second = make_model(), make_model()
+    _, losses = train_by_closure(first, make_batches(8), **options)
+    _, same = train_by_protocol(second, make_batches(8), **options)
+    assert losses == pytest.approx(same, rel=1e-12)
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_exact_gradient_is_that_of_this_batch_at_the_previous_parameters() -> None:
+    model, batches = make_model(), make_batches(3)
+    optimizer, _ = train_by_closure(model, batches[:2], lr=0.05)
+    before = [p.detach().clone() for p in model.parameters()]
+    previous = [optimizer.state[p]["last_param"].clone() for p in model.parameters()]
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, batches[2])
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    there = make_model()
+    with torch.no_grad():
+        for p, value in zip(there.parameters(), previous, strict=True):
+            p.copy_(value)
+    loss_of(there, batches[2]).backward()
+    for p, q, x in zip(model.parameters(), there.parameters(), before, strict=True):
+        if p.ndim == 2:
+            torch.testing.assert_close(optimizer.state[p]["last_grad"], q.grad)
+        assert torch.equal(optimizer.state[p]["last_param"], x)
+
+
+def test_dropout_sees_the_same_numbers_in_both_evaluations() -> None:
+    model, masks = make_model(dropout=0.5), []
+    model[2].register_forward_hook(lambda _m, _i, out: masks.append(out.detach() == 0))
+    optimizer = MARS(model.parameters(), is_approx=False)
+    batch = make_batches(1)[0]
+    for _ in range(3):
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            return loss
+
+        masks.clear()
+        optimizer.step(closure)
+    assert len(masks) == 2
+    # Zeroed by dropout in both or in neither; activations are never 0 of themselves here.
+    assert torch.equal(masks[0], masks[1])
+    assert masks[0].any()
+
+
+def test_randomness_goes_on_as_if_there_were_one_evaluation() -> None:
+    states = []
+    for approximate in (True, False):
+        model = make_model(dropout=0.5)
+        optimizer = MARS(model.parameters(), is_approx=approximate, lr=0.0)
+        torch.manual_seed(9)
+        for batch in make_batches(3):
+
+            def closure(optimizer=optimizer, model=model, batch=batch):
+                optimizer.zero_grad()
+                loss = loss_of(model, batch)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_frozen_and_gradientless_parameters() -> None:
+    """Fault in the authors' code: frozen parameters crash exact mode."""
+    for train in (train_by_closure, train_by_protocol):
+        model = make_model()
+        model[0].weight.requires_grad_(False)
+        model.register_parameter("unused", nn.Parameter(torch.ones(3, 3, dtype=torch.float64)))
+        frozen = model[0].weight.detach().clone()
+        optimizer, losses = train(model, make_batches(20), lr=0.01)
+        assert torch.equal(model[0].weight, frozen)
+        assert torch.equal(model.unused, torch.ones(3, 3, dtype=torch.float64))
+        assert model[0].weight not in optimizer.state
+        assert losses[-1] < losses[0]
+
+
+def test_a_parameter_unfrozen_late_starts_on_its_own() -> None:
+    model, batches = make_model(), make_batches(6)
+    model[0].weight.requires_grad_(False)
+    optimizer = MARS(model.parameters(), is_approx=False)
+    for i, batch in enumerate(batches):
+        model[0].weight.requires_grad_(i >= 3)
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            return loss
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step(closure)
+    assert float(optimizer.state[model[0].weight]["step"]) == 3
+    assert float(optimizer.state[model[3].weight]["step"]) == 6
+
+
+def test_accumulation_inside_the_closure() -> None:
+    """Micro-batches that average to a batch give the batch's trajectory."""
+    batches = make_batches(5)
+    whole, parts = make_model(), make_model()
+    train_by_closure(whole, batches, lr=0.05, gamma=0.5)
+    optimizer = MARS(parts.parameters(), is_approx=False, lr=0.05, gamma=0.5)
+    for batch in batches:
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            total = 0.0
+            for micro in batch.chunk(2):
+                loss = loss_of(parts, micro) / 2
+                loss.backward()
+                total += float(loss.detach())
+            return total
+
+        optimizer.step(closure)
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_a_failing_closure_leaves_the_parameters_where_they_are() -> None:
+    model, batches = make_model(), make_batches(2)
+    optimizer, _ = train_by_closure(model, batches)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def closure():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(closure)
+    for p, x in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, x)
+
+
+def test_exact_mode_without_closure_or_protocol_is_refused() -> None:
+    model = make_model()
+    optimizer = MARS(model.parameters(), is_approx=False)
+    loss_of(model, make_batches(1)[0]).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"step\(closure\)"):
+        optimizer.step()
+
+
+def test_protocol_methods_are_harmless_in_approximate_mode() -> None:
+    model = make_model()
+    optimizer = MARS(model.parameters())
+    optimizer.update_last_grad()
+    optimizer.update_previous_grad()
+    loss_of(model, make_batches(1)[0]).backward()
+    optimizer.step()
+    before = {k: v.clone() for k, v in optimizer.state[model[0].weight].items()}
+    optimizer.update_previous_grad()
+    optimizer.update_last_grad()
+    after = optimizer.state[model[0].weight]
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+@pytest.mark.parametrize("train", [train_by_closure, train_by_protocol])
+def test_resume_is_bitwise(train) -> None:
+    batches = make_batches(8)
+    whole = make_model()
+    train_by_closure(whole, batches, lr=0.05)
+    model = make_model()
+    optimizer, _ = train_by_closure(model, batches[:4], lr=0.05)
+    resumed = make_model()
+    resumed.load_state_dict(model.state_dict())
+    again = MARS(resumed.parameters(), is_approx=False, lr=0.05)
+    again.load_state_dict(optimizer.state_dict())
+    for batch in batches[4:]:
+
+        def closure(batch=batch):
+            again.zero_grad()
+            loss = loss_of(resumed, batch)
+            loss.backward()
+            return loss
+
+        again.step(closure)
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_switching_to_exact_mid_way_takes_one_uncorrected_step() -> None:
+    model, batches = make_model(), make_batches(3)
+    optimizer = MARS(model.parameters())
+    loss_of(model, batches[0]).backward()
+    optimizer.step()
+    optimizer.param_groups[0]["is_approx"] = False
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, batches[1])
+        loss.backward()
+        return loss
+
+    with pytest.warns(UserWarning, match="without correction"):
+        optimizer.step(closure)
+    weight = model[0].weight
+    torch.testing.assert_close(optimizer.state[weight]["last_grad"], weight.grad)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step(closure)
+
+
+def test_exact_mode_is_the_better_estimate() -> None:
+    """E‖m − ∇F(x)‖²: exact correction lowers it, approximate correction does not.
+
+    Noisy linear regression small enough to have ∇F; the parameters drift, so that plain
+    averaging lags behind. All three at the same points x_t, with the same batches.
+    """
+    torch.manual_seed(0)
+    a = torch.randn(512, 8, dtype=torch.float64)
+    y = a @ torch.randn(8, 1, dtype=torch.float64) + torch.randn(512, 1, dtype=torch.float64)
+
+    def gradient(x, rows):
+        return a[rows].T @ (a[rows] @ x - y[rows]) / len(rows)
+
+    beta, every = 0.95, torch.arange(512)
+    x = torch.zeros(8, 1, dtype=torch.float64)
+    m = dict.fromkeys(("plain", "approximate", "exact"), torch.zeros_like(x))
+    error = dict.fromkeys(m, 0.0)
+    last_x, last_g = x, torch.zeros_like(x)
+    for t in range(400):
+        rows = torch.randint(0, 512, (32,))
+        g, there, full = gradient(x, rows), gradient(last_x, rows), gradient(x, every)
+        k = 0.5 * beta / (1 - beta)
+        c = {"plain": g, "approximate": g + k * (g - last_g), "exact": g + k * (g - there)}
+        for name in m:
+            m[name] = beta * m[name] + (1 - beta) * c[name]
+            if t >= 50:
+                error[name] += float((m[name] - full).square().sum())
+        last_x, last_g = x, g
+        angle = torch.tensor(0.05 * t)
+        x = x + 0.05 * torch.cos(angle + torch.arange(8, dtype=torch.float64)).unsqueeze(1)
+    assert error["exact"] < 0.6 * error["plain"]
+    assert error["approximate"] > error["exact"]

@@ -1,0 +1,185 @@
+"""Routing: total, first match wins, printable; and what the optimizer makes of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import mars
+from mars import MARS
+from mars.rule import KINDS
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln = nn.LayerNorm(8)
+        self.attn = nn.Linear(8, 24)
+        self.out_proj = nn.Linear(8, 8, bias=False)
+
+
+class Gpt(nn.Module):
+    """Names and shapes of a small GPT, head tied to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(20, 8)
+        self.pos_embed = nn.Parameter(torch.zeros(5, 8))
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.conv = nn.Conv2d(2, 3, 3)
+        self.lm_head = nn.Linear(8, 20, bias=False)
+
+
+def names(group: dict) -> set[str]:
+    return {name for name, _ in group["params"]}
+
+
+def by_name(groups: list[dict]) -> dict[str, dict]:
+    return {name: group for group in groups for name in names(group)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_exactly_once(kind: str) -> None:
+    model = Gpt()
+    groups = mars.param_groups(model, mars_type=kind)
+    routed = [p for group in groups for _, p in group["params"]]
+    assert len(routed) == len(set(routed))
+    assert set(routed) == set(model.parameters())
+    optimizer = MARS(groups)
+    assert {p for g in optimizer.param_groups for p in g["params"]} == set(model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["mars-m", "mars-shampoo"])
+def test_matrix_types_leave_embeddings_and_head_to_adamw(kind: str) -> None:
+    groups = by_name(mars.param_groups(Gpt(), mars_type=kind))
+    for name in ("wte.weight", "pos_embed", "lm_head.weight", "blocks.0.ln.weight", "conv.weight"):
+        assert groups[name]["mars_type"] == "plain-adamw", name
+    for name in ("blocks.0.attn.weight", "blocks.1.out_proj.weight"):
+        assert groups[name]["mars_type"] == kind
+
+
+@pytest.mark.parametrize("kind", ["mars-adamw", "mars-lion"])
+def test_elementwise_types_take_every_matrix(kind: str) -> None:
+    groups = by_name(mars.param_groups(Gpt(), mars_type=kind))
+    for name in ("wte.weight", "lm_head.weight", "blocks.0.attn.weight"):
+        assert groups[name]["mars_type"] == kind
+    assert groups["blocks.0.attn.bias"]["mars_type"] == "plain-adamw"
+
+
+def test_flatten_takes_convolutions() -> None:
+    groups = by_name(mars.param_groups(Gpt(), matrix_rule="flatten"))
+    assert groups["conv.weight"]["name"] == "matrices"
+    assert groups["conv.bias"]["name"] == "vectors"
+
+
+def test_adamw_groups_get_the_1d_options_wherever_they_are_given() -> None:
+    model = Gpt()
+    given_here = MARS(
+        mars.param_groups(
+            model,
+            mars_type="mars-m",
+            lr=0.02,
+            lr_1d=1e-3,
+            betas_1d=(0.8, 0.9),
+            weight_decay=0.3,
+            weight_decay_1d=0.05,
+        )
+    )
+    given_there = MARS(
+        mars.param_groups(model, mars_type="mars-m"),
+        lr=0.02,
+        lr_1d=1e-3,
+        betas_1d=(0.8, 0.9),
+        weight_decay=0.3,
+        weight_decay_1d=0.05,
+    )
+    for optimizer in (given_here, given_there):
+        for group in optimizer.param_groups:
+            if group["mars_type"] == "plain-adamw":
+                assert group["lr"] == 1e-3
+                assert group["betas"] == (0.8, 0.9)
+                assert group["weight_decay"] == 0.05
+            else:
+                assert group["lr"] == 0.02
+                assert group["weight_decay"] == 0.3
+
+
+def test_destinations_as_the_user_says() -> None:
+    groups = by_name(
+        mars.param_groups(
+            Gpt(),
+            mars_type="mars-m",
+            embeddings="mars",
+            head={"mars_type": "plain-adamw", "lr": 7e-4},
+            vectors="no-decay",
+            weight_decay_1d=0.2,
+        )
+    )
+    assert groups["wte.weight"]["mars_type"] == "mars-m"
+    assert groups["lm_head.weight"]["lr"] == 7e-4
+    assert groups["lm_head.weight"]["weight_decay"] == 0.2
+    assert groups["blocks.0.ln.weight"]["weight_decay"] == 0.0
+
+
+def test_the_first_route_that_matches_wins() -> None:
+    routes = [
+        (r"blocks\.1\.", {"lr": 1e-5}),
+        (r"blocks\..*attn", "adamw"),
+        (lambda name, p: p.ndim == 4, "no-decay"),
+        (r"attn", "mars"),
+    ]
+    groups = mars.param_groups(Gpt(), routes=routes)
+    found = by_name(groups)
+    assert found["blocks.1.attn.weight"]["lr"] == 1e-5
+    assert found["blocks.1.ln.bias"]["lr"] == 1e-5
+    assert found["blocks.0.attn.weight"]["mars_type"] == "plain-adamw"
+    assert found["conv.weight"]["weight_decay"] == 0.0
+    assert "route attn" not in {g["name"] for g in groups}
+
+
+def test_tied_weights_go_where_the_embedding_goes() -> None:
+    model = Gpt()
+    model.lm_head.weight = model.wte.weight
+    groups = mars.param_groups(model, mars_type="mars-m")
+    assert "wte.weight" in by_name(groups)
+    assert sum(p is model.wte.weight for g in groups for _, p in g["params"]) == 1
+
+
+def test_named_pairs_instead_of_a_module() -> None:
+    groups = by_name(mars.param_groups(Gpt().named_parameters(), mars_type="mars-m"))
+    assert groups["wte.weight"]["mars_type"] == "plain-adamw"
+    p = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="'b' is also given as 'a'"):
+        mars.param_groups([("a", p), ("b", p)])
+
+
+def test_the_table_says_what_trains_what() -> None:
+    table = str(mars.param_groups(Gpt(), mars_type="mars-m", lr=0.02))
+    lines = table.splitlines()
+    assert len(lines) == 1 + len(list(Gpt().parameters()))
+    head = next(line for line in lines if line.startswith("lm_head.weight"))
+    assert head.split()[-4:] == ["head", "plain-adamw", "lr_1d", "weight_decay_1d"]
+    attention = next(line for line in lines if line.startswith("blocks.0.attn.weight"))
+    assert "mars-m" in attention
+    assert "0.02" in attention
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="unknown destination 'sgd'"):
+        mars.param_groups(Gpt(), head="sgd")
+    with pytest.raises(ValueError, match="Invalid mars_type: 'muon'"):
+        mars.param_groups(Gpt(), mars_type="muon")
+    with pytest.raises(TypeError, match="Did you mean 'weight_decay'"):
+        mars.param_groups(Gpt(), weight_decai=0.1)
+    with pytest.raises(TypeError, match="unknown option 'rl'"):
+        mars.param_groups(Gpt(), head={"rl": 0.1})
+
+
+def test_groups_are_scheduled_each_from_its_own_rate() -> None:
+    optimizer = MARS(mars.param_groups(Gpt(), mars_type="mars-m"), lr=0.02, lr_1d=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.5**t)
+    optimizer.step()
+    scheduler.step()
+    rates = {g["mars_type"]: g["lr"] for g in optimizer.param_groups}
+    assert rates == {"mars-m": 0.01, "plain-adamw": 5e-4}

@@ -1,0 +1,278 @@
+"""Which buffers there are, when they appear, and what load_state_dict takes and refuses."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from mars import MARS
+from mars.rule import KINDS
+
+FULL = {"step", "exp_avg", "exp_avg_sq", "last_grad"}
+
+
+def stepped(shape=(4, 3), dtype=torch.float32, steps=1, **options) -> tuple[MARS, nn.Parameter]:
+    p = nn.Parameter(torch.randn(shape).to(dtype))
+    optimizer = MARS([p], **options)
+    for _ in range(steps):
+        p.grad = torch.randn(shape).to(dtype)
+        optimizer.step()
+    return optimizer, p
+
+
+@pytest.mark.parametrize(
+    ("options", "buffers"),
+    [
+        ({}, FULL),
+        ({"amsgrad": True}, FULL | {"max_exp_avg_sq"}),
+        ({"clip": None}, FULL),
+        ({"second_moment": "raw"}, FULL),
+        ({"second_moment": "raw", "clip": None}, FULL - {"last_grad"}),
+        ({"mars_type": "mars-lion"}, {"step", "exp_avg", "last_grad"}),
+        ({"mars_type": "mars-lion", "clip": None}, {"step", "exp_avg"}),
+        ({"mars_type": "mars-lion", "clip": "global"}, {"step", "exp_avg", "last_grad"}),
+        ({"mars_type": "mars-shampoo"}, {"step", "exp_avg", "last_grad"}),
+        ({"mars_type": "mars-shampoo", "clip": None}, {"step", "exp_avg"}),
+        ({"mars_type": "mars-m"}, {"step", "exp_avg", "last_grad"}),
+        ({"mars_type": "mars-m", "clip": None, "amsgrad": True}, {"step", "exp_avg"}),
+        ({"mars_type": "plain-adamw"}, {"step", "exp_avg", "exp_avg_sq"}),
+        ({"is_approx": False}, FULL | {"previous_grad"}),
+        ({"dtype": torch.bfloat16}, FULL | {"param_low"}),
+        ({"shape": (5,)}, {"step", "exp_avg", "exp_avg_sq"}),
+        ({"shape": (2, 2, 2), "matrix_rule": "flatten"}, FULL),
+        ({"shape": (5,), "optimize_1d": True}, FULL),
+        ({"shape": (5,), "optimize_1d": True, "mars_type": "mars-m"}, FULL),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_buffers_are_those_needed_and_exist_after_the_first_step(options, buffers) -> None:
+    torch.manual_seed(0)
+    optimizer, p = stepped(**options)
+    assert set(optimizer.state[p]) == buffers
+    assert all(isinstance(value, torch.Tensor) for value in optimizer.state[p].values())
+
+
+def test_exact_mode_by_closure_has_its_buffers_after_the_first_step() -> None:
+    p, v = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3))
+    optimizer = MARS([p, v], is_approx=False)
+
+    def closure():
+        p.grad, v.grad = torch.randn(3, 3), torch.randn(3)
+        return 0.0
+
+    optimizer.step(closure)
+    assert set(optimizer.state[p]) == FULL | {"last_param"}
+    assert set(optimizer.state[v]) == {"step", "exp_avg", "exp_avg_sq", "last_param"}
+    optimizer.step(closure)
+    assert set(optimizer.state[p]) == FULL | {"last_param"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_resume_is_bitwise(kind: str, dtype: torch.dtype) -> None:
+    def gradients(p, seed):
+        return torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)).to(p.dtype)
+
+    def train(optimizer, params, seeds):
+        for seed in seeds:
+            for p in params:
+                p.grad = gradients(p, seed)
+            optimizer.step()
+
+    start = [torch.randn(6, 4).to(dtype), torch.randn(4).to(dtype)]
+    whole = [nn.Parameter(x.clone()) for x in start]
+    train(MARS(whole, mars_type=kind), whole, range(6))
+
+    half = [nn.Parameter(x.clone()) for x in start]
+    optimizer = MARS(half, mars_type=kind)
+    train(optimizer, half, range(3))
+    file = io.BytesIO()
+    torch.save({"optimizer": optimizer.state_dict(), "model": half}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = saved["model"]
+    again = MARS(resumed, lr=123.0, mars_type="mars-lion")  # everything comes from the checkpoint
+    again.load_state_dict(saved["optimizer"])
+    train(again, resumed, range(3, 6))
+    for a, b in zip(whole, resumed, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_state_dtype_survives_loading(dtype: torch.dtype) -> None:
+    """torch.optim casts float32 state to the parameter's bfloat16."""
+    optimizer, p = stepped(dtype=dtype, amsgrad=True)
+    kept = {name: value.dtype for name, value in optimizer.state[p].items()}
+    if dtype in (torch.bfloat16, torch.float16):
+        assert kept["exp_avg"] == torch.float32
+        assert kept["last_grad"] == dtype
+        assert kept["param_low"] == torch.int16
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    assert {name: value.dtype for name, value in optimizer.state[p].items()} == kept
+    for name, value in saved["state"][0].items():
+        assert torch.equal(optimizer.state[p][name], value)
+
+
+def test_a_float32_checkpoint_loads_into_a_bfloat16_model_and_back() -> None:
+    wide, _ = stepped()
+    narrow, q = stepped(dtype=torch.bfloat16)
+    narrow.load_state_dict(wide.state_dict())
+    assert narrow.state[q]["exp_avg"].dtype == torch.float32
+    assert narrow.state[q]["last_grad"].dtype == torch.bfloat16
+    q.grad = torch.randn(4, 3).bfloat16()
+    narrow.step()
+    wide, p = stepped()
+    wide.load_state_dict(narrow.state_dict())
+    assert "param_low" not in wide.state[p]
+    p.grad = torch.randn(4, 3)
+    wide.step()
+
+
+def snapshot(optimizer: MARS) -> dict:
+    return copy.deepcopy(optimizer.state_dict())
+
+
+def assert_same(a: dict, b: dict) -> None:
+    assert a["param_groups"] == b["param_groups"]
+    assert a["state"].keys() == b["state"].keys()
+    for key in a["state"]:
+        assert a["state"][key].keys() == b["state"][key].keys()
+        for name in a["state"][key]:
+            assert torch.equal(a["state"][key][name], b["state"][key][name])
+
+
+def _drop(name):
+    return lambda s: s["state"][0].pop(name)
+
+
+def _reshape(s):
+    s["state"][0]["exp_avg"] = torch.zeros(3, 4)
+
+
+def _bad_option(s):
+    s["param_groups"][0]["mars_type"] = "mars-bar"
+
+
+def _bad_lr(s):
+    s["param_groups"][0]["lr"] = -1.0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_drop("exp_avg"), r"lacks \['exp_avg'\].*truncated"),
+        (_drop("last_grad"), r"lacks \['last_grad'\]"),
+        (_drop("step"), r"lacks \['step'\]"),
+        (_reshape, r"exp_avg has shape \(3, 4\), the parameter \(4, 3\)"),
+        (_bad_option, "Invalid mars_type: 'mars-bar'"),
+        (_bad_lr, "Invalid learning rate: -1.0"),
+        (lambda s: s["param_groups"].append(s["param_groups"][0]), "different number of parameter"),
+        (lambda s: s["param_groups"][0]["params"].append(1), "doesn't match the size of"),
+        (lambda s: s.pop("state"), "without 'state'"),
+        (lambda s: s.pop("param_groups"), "without 'param_groups'"),
+    ],
+    ids=["no m", "no h", "no step", "shape", "type", "lr", "groups", "size", "state", "options"],
+)
+def test_a_wrong_state_dict_is_refused_and_changes_nothing(spoil, message) -> None:
+    optimizer, _ = stepped(steps=3)
+    before = snapshot(optimizer)
+    wrong = snapshot(optimizer)
+    spoil(wrong)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(wrong)
+    assert_same(optimizer.state_dict(), before)
+
+
+def test_the_error_names_the_parameter() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = MARS(model.named_parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    wrong = snapshot(optimizer)
+    del wrong["state"][1]["exp_avg_sq"]
+    with pytest.raises(ValueError, match=r"parameter 1 \(bias\)"):
+        optimizer.load_state_dict(wrong)
+
+
+def test_a_state_dict_of_another_optimizer_is_refused() -> None:
+    p = nn.Parameter(torch.randn(4, 3))
+    other = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+    p.grad = torch.randn(4, 3)
+    other.step()
+    with pytest.raises(ValueError, match="saved by another optimizer"):
+        MARS([p]).load_state_dict(other.state_dict())
+
+
+def test_an_older_state_dict_gets_defaults() -> None:
+    optimizer, p = stepped(gamma=0.1)
+    old = snapshot(optimizer)
+    for name in ("clip", "maximize", "ns_dtype", "capturable", "base_lr", "second_moment"):
+        del old["param_groups"][0][name]
+    old["state"][0]["step"] = 1.0  # a number, as old torch versions kept it
+    optimizer.load_state_dict(old)
+    group = optimizer.param_groups[0]
+    assert group["clip"] == "tensor"
+    assert group["gamma"] == 0.1
+    assert isinstance(optimizer.state[p]["step"], torch.Tensor)
+    p.grad = torch.randn(4, 3)
+    optimizer.step()
+    assert float(optimizer.state[p]["step"]) == 2
+
+
+def test_loading_does_not_tie_two_optimizers_together() -> None:
+    optimizer, _ = stepped(steps=2)
+    other, q = stepped(steps=1)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    before = snapshot(optimizer)
+    q.grad = torch.randn(4, 3)
+    other.step()
+    assert_same(optimizer.state_dict(), before)
+
+
+def test_user_hooks_see_what_they_expect() -> None:
+    optimizer, p = stepped(dtype=torch.bfloat16)
+    seen = []
+
+    def before(_, state_dict):
+        state_dict["param_groups"][0]["gamma"] = 0.5
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(
+        lambda o: seen.append((o.param_groups[0]["gamma"], o.state[p]["exp_avg"].dtype))
+    )
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == [(0.5, torch.float32)]
+
+
+def test_dcp_makes_the_state_by_a_step_that_moves_nothing() -> None:
+    """torch.distributed.checkpoint: zero gradients, lr = 0 in each group, then load."""
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    for kind in KINDS:
+        options = {"mars_type": kind, "lr": 0.01, "lr_1d": 0.02}
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+        optimizer = MARS(model.parameters(), **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(5, 4)).square().sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()  # else DCP takes the optimizer for an initialised one
+        saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+        fresh = copy.deepcopy(model)
+        before = [p.detach().clone() for p in fresh.parameters()]
+        again = MARS(fresh.parameters(), **options)
+        set_optimizer_state_dict(fresh, again, saved)
+        for p, x in zip(fresh.parameters(), before, strict=True):
+            assert torch.equal(p, x)
+        for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
+            assert optimizer.state[p].keys() == again.state[q].keys()
+            for name, value in optimizer.state[p].items():
+                assert torch.equal(value, again.state[q][name]), name
