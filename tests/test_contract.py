@@ -186,12 +186,13 @@ def test_hooks_fire_in_order(kind: str) -> None:
     assert optimizer.state_dict()["note"] == 1
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 @every_kind
 @both_engines
-def test_tensor_lr_equals_float_lr(kind: str, foreach: bool) -> None:
+def test_tensor_lr_equals_float_lr(kind: str, foreach: bool, shape: tuple[int, ...]) -> None:
     xs = [torch.randn(4, 3), torch.randn(3)]
     runs = []
-    for lr in (1e-2, torch.tensor(1e-2)):
+    for lr in (1e-2, torch.full(shape, 1e-2)):
         ps = [nn.Parameter(x.clone()) for x in xs]
         optimizer = MARS(ps, lr=lr, mars_type=kind, foreach=foreach, capturable=foreach)
         torch.manual_seed(1)
@@ -319,7 +320,7 @@ def compiled(kind: str, backend, dtype=torch.float32, **options):
 @pytest.mark.parametrize(
     "options",
     [{}, {"clip": "global"}, {"amsgrad": True}, {"clip": None}, {"dtype": torch.bfloat16},
-     {"foreach": True, "capturable": True}],
+     {"foreach": True, "capturable": True}, {"consume_grads": True}],
     ids=str,
 )  # fmt: skip
 @every_kind

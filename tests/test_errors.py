@@ -34,6 +34,7 @@ def weight() -> nn.Parameter:
         ({"lr_1d": -1}, "Invalid lr_1d: -1"),
         ({"gamma": -0.1}, "Invalid gamma: -0.1"),
         ({"gamma": None}, "Invalid gamma: None"),
+        ({"gamma": torch.ones(2)}, "Invalid gamma: .*must be one finite number"),
         ({"mars_type": "adam"}, "Invalid mars_type: 'adam'.*'mars-adamw', 'mars-lion'"),
         ({"clip": 1.0}, "Invalid clip: 1.0.*'tensor', 'global', None"),
         ({"second_moment": "c"}, "Invalid second_moment: 'c'.*'corrected', 'raw'"),

@@ -218,6 +218,18 @@ def test_exact_mode_without_closure_or_protocol_is_refused() -> None:
         optimizer.step()
 
 
+def test_dcp_init_step_does_not_count_as_a_step_of_the_protocol() -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = make_model()
+    optimizer = MARS(model.parameters(), is_approx=False)
+    get_optimizer_state_dict(model, optimizer)  # makes the state by a step at lr = 0
+    loss_of(model, make_batches(1)[0]).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="previous parameters"):
+        optimizer.step()
+
+
 def test_protocol_methods_are_harmless_in_approximate_mode() -> None:
     model = make_model()
     optimizer = MARS(model.parameters())

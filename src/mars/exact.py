@@ -96,7 +96,8 @@ def remember(optimizer: MARS, with_closure: bool) -> None:
             if "step" in own:
                 own["last_param"] = _store(own.get("last_param"), p)
         return
-    optimizer._h_is_current = False
+    # A step at lr = 0 (DCP makes the state by one) leaves the parameters where h was taken.
+    optimizer._h_is_current = all(float(group["lr"]) == 0 for group in optimizer.param_groups)
     for p in _corrected(optimizer):
         own = optimizer.state.get(p, {})
         if "step" in own and "previous_grad" not in own:

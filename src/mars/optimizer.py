@@ -20,6 +20,7 @@ from mars.engines import ENGINES, Batch
 from mars.groups import ParamGroups
 from mars.options import as_floats, check_known, check_values, rate_1d
 from mars.rule import KINDS, Hyper
+from mars.rule.estimator import Scalar
 from mars.rule.newton_schulz import NewtonSchulz
 
 Group = dict[str, Any]
@@ -49,7 +50,7 @@ class MARS(Optimizer):
             :func:`mars.param_groups`.
         lr: learning rate, a float or a one-element tensor. About 1.5 times that of a tuned AdamW
             (see :meth:`from_adamw`).
-        betas: decay of the first and of the second moment.
+        betas: decay of the first and of the second moment. Tensors are read once, here.
         eps: added to the root of the second moment (AdamW) or to the norm (Shampoo).
         weight_decay: decoupled: x shrinks by lr·weight_decay a step.
         amsgrad: divide by the largest second moment so far.
@@ -340,17 +341,24 @@ def _engine(group: Group, params: list[Tensor]) -> str:
     return "foreach" if foreach else "reference"
 
 
+def _on_device(value: Scalar, x: Tensor) -> Scalar:
+    """A tensor option as a 0-d tensor beside x (a copy to a GPU does not wait); a float as is."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.reshape(()).to(x.device, non_blocking=True)
+
+
 def _new_batch(kind: str, group: Group, index: int, x: Tensor, t: Tensor) -> Batch:
     one_d = not KINDS[kind].corrected and group["mars_type"] != kind
     beta1, beta2 = group["betas_1d"] if one_d else group["betas"]
     lr = rate_1d(group) if one_d else group["lr"]
     hyper = Hyper(
-        lr=lr.to(x.device, non_blocking=True) if isinstance(lr, Tensor) else lr,
+        lr=_on_device(lr, x),
         beta1=beta1,
         beta2=beta2,
         eps=group["eps"],
         decay=group["weight_decay_1d"] if one_d else group["weight_decay"],
-        gamma=group["gamma"],
+        gamma=_on_device(group["gamma"], x),
         clip=group["clip"],
         amsgrad=group["amsgrad"],
         maximize=group["maximize"],

@@ -26,6 +26,8 @@ def _number(value: Any, low: float = 0.0, high: float = math.inf) -> bool:
     """A finite number in [low, high): an int, a float or a one-element tensor."""
     if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
         return False
+    if isinstance(value, Tensor) and value.numel() != 1:
+        return False
     return low <= float(value) < high
 
 
@@ -40,7 +42,7 @@ def _one_of(*allowed: Any) -> Callable[[Any], str | None]:
 
 
 def _at_least_zero(value: Any) -> str | None:
-    return None if _number(value) else "must be a finite number, at least 0"
+    return None if _number(value) else "must be one finite number, at least 0"
 
 
 def _rate(value: Any) -> str | None:

@@ -67,7 +67,9 @@ def consume_gradients(optimizer: Optimizer) -> None:
             if g is None:
                 continue
             if "last_grad" in own:
-                if g._is_view():  # into somebody's buffer (DDP's buckets), who will write there
+                # A view is into somebody's buffer (DDP's buckets), who will write there; a compiled
+                # step guards on the identity of the state.
+                if torch.compiler.is_compiling() or g._is_view():
                     own["last_grad"].copy_(g)
                 else:
                     own["last_grad"] = g

@@ -28,7 +28,7 @@ def step(batch: Batch, length: Tensor | None) -> None:
         start = state
         if torch.is_grad_enabled():  # differentiable: backward needs what is overwritten below
             wide = wide.clone()
-            start = Moments(*(s if s is None else s.clone() for s in state))
+            start = Moments._make(s if s is None else s.clone() for s in state)
         wide, new = update(
             batch.kind, wide, g.to(wide.dtype), None if h is None else h.to(wide.dtype),
             start, t, batch.k, length,
