@@ -360,3 +360,42 @@ def test_no_public_attribute_changes_behaviour() -> None:
     """Everything that matters is in param_groups and state, so it travels in state_dict."""
     public = {k for k in vars(MARS([nn.Parameter(torch.ones(2))])) if not k.startswith("_")}
     assert public == {"defaults", "state", "param_groups"}
+
+
+def test_numbers_of_numpy_and_rates_with_a_gradient(tmp_path) -> None:
+    import numpy as np
+
+    p = nn.Parameter(torch.ones(2, 2))
+    optimizer = MARS([p], lr=np.float32(0.01), ns_steps=np.int64(4))
+    assert type(optimizer.param_groups[0]["lr"]) is float
+    torch.save(optimizer.state_dict(), tmp_path / "s.pt")
+    torch.load(tmp_path / "s.pt", weights_only=True)
+    MARS([p], lr=torch.tensor(0.01, requires_grad=True))  # warnings are errors here
+
+
+@pytest.fixture
+def one_rank_mesh(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.distributed's own notices
+@both_engines
+@every_kind
+def test_dtensor_steps_like_its_tensor(kind: str, foreach: bool, one_rank_mesh) -> None:
+    """One rank; there is no multi-tensor copy for DTensor, so the last gradient needs care."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    plain = nn.Parameter(torch.randn(6, 4))
+    sharded = nn.Parameter(distribute_tensor(plain.detach().clone(), one_rank_mesh, [Shard(0)]))
+    first, second = (MARS([p], mars_type=kind, foreach=foreach) for p in (plain, sharded))
+    for _ in range(3):
+        plain.grad = torch.randn(6, 4)
+        sharded.grad = distribute_tensor(plain.grad.clone(), one_rank_mesh, [Shard(0)])
+        first.step()
+        second.step()
+    torch.testing.assert_close(sharded.full_tensor(), plain.data, rtol=1e-5, atol=1e-6)

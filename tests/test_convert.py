@@ -121,3 +121,38 @@ def test_wrong_arguments() -> None:
         MARS.from_adamw(adamw(m), mars_type="mars-lion")
     with pytest.raises(TypeError, match="chooses 'lr'"):
         MARS.from_adamw(adamw(m), lr=0.1)
+
+
+def test_a_scheduler_that_warms_up_is_already_attached() -> None:
+    """lr is 0 at that moment; vectors still follow AdamW's rate."""
+    first, second = model(), model()
+    second.load_state_dict(first.state_dict())
+    old, other = adamw(first), adamw(second)
+    for optimizer in (old, other):
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min(1.0, t / 5))
+    new = MARS.from_adamw(other, verbose=False)
+    for optimizer, factor in ((old, 1.0), (new, noise_factor(0.025, 0.95))):
+        for group in optimizer.param_groups:
+            assert group["lr"] == 0.0
+            group["lr"] = 1e-3 * factor
+    assert new.param_groups[0]["initial_lr"] == pytest.approx(6e-4 * noise_factor(0.025, 0.95))
+    for p, q in zip(first.parameters(), second.parameters(), strict=True):
+        p.grad = torch.randn_like(p)
+        q.grad = p.grad.clone()
+    old.step()
+    new.step()
+    for p, q in zip(first.parameters(), second.parameters(), strict=True):
+        if p.ndim == 1:
+            torch.testing.assert_close(p, q)
+
+
+def test_to_plain_adamw_and_to_a_subclass() -> None:
+    class Mine(MARS):
+        pass
+
+    old = adamw(model())
+    new = Mine.from_adamw(old, mars_type="plain-adamw", verbose=False)
+    assert type(new) is Mine
+    for a, b in zip(old.param_groups, new.param_groups, strict=True):
+        for name in ("lr", "betas", "eps", "weight_decay"):
+            assert a[name] == b[name]

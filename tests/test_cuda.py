@@ -11,6 +11,7 @@ from mars.engines import ENGINES
 from mars.optimizer import _engine
 from mars.rule import KINDS
 from mars.rule.halves import join
+from mars.state import LOW_HALF
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -43,7 +44,7 @@ def run(device: str, dtype=torch.float32, steps: int = 4, strict: bool = False, 
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    state = [optimizer.state[x].get("param_low") for x in xs]
+    state = [optimizer.state[x].get(LOW_HALF.get(dtype)) for x in xs]
     return [
         x.detach().cpu() if low is None else join(x.detach(), low).cpu()
         for x, low in zip(xs, state, strict=True)

@@ -137,3 +137,30 @@ def test_two_at_once_are_refused() -> None:
     optimizer = MARS([nn.Parameter(torch.zeros(2, 2))])
     with mars.diagnose(optimizer), pytest.raises(RuntimeError, match="diagnosed already"):
         mars.diagnose(optimizer).__enter__()
+
+
+def test_small_noise_on_a_large_mean_is_seen() -> None:
+    p = nn.Parameter(torch.zeros(50, 40))
+    optimizer = MARS([p], lr=1e-9)
+    with mars.diagnose(optimizer) as diagnosis:
+        for _ in range(60):
+            p.grad = 1e-3 + 1e-7 * torch.randn(50, 40)
+            optimizer.step()
+    reading = diagnosis.readings[0]
+    assert reading.variance_ratio == pytest.approx(reading.independent, rel=0.05)
+
+
+def test_the_optimizer_may_change_while_observed() -> None:
+    p, q = nn.Parameter(torch.zeros(3, 3)), nn.Parameter(torch.zeros(3, 3))
+    optimizer = MARS([p])
+    with mars.diagnose(optimizer) as diagnosis:
+        for step in range(6):
+            p.grad = torch.randn(3, 3)
+            q.grad = torch.randn(3, 3)
+            optimizer.step()
+            if step == 1:
+                optimizer.load_state_dict(optimizer.state_dict())
+            if step == 3:
+                optimizer.add_param_group({"params": [q]})
+    assert [r.tensors for r in diagnosis.readings] == [1, 1]
+    assert diagnosis.readings[0].clipped is not None

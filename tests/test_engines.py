@@ -12,6 +12,8 @@ import torch
 from mars import MARS
 from mars.engines import ENGINES, table
 from mars.rule import KINDS
+from mars.rule.halves import join
+from mars.state import LOW_HALF
 from oracle import Oracle
 
 SHAPES = [(), (1,), (7,), (12, 5), (5, 12), (6, 6), (1, 4), (3, 4, 2, 2), (0,), (0, 3), (3, 0)]
@@ -59,10 +61,9 @@ def array(t: torch.Tensor) -> np.ndarray:
 
 def value(optimizer: MARS, x: torch.Tensor) -> torch.Tensor:
     """The parameter at full precision."""
-    from mars.rule.halves import join
-
     state = optimizer.state[x]
-    return join(x.detach(), state["param_low"]) if "param_low" in state else x.detach()
+    low = state.get(LOW_HALF.get(x.dtype))
+    return x.detach() if low is None else join(x.detach(), low)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

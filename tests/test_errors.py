@@ -51,6 +51,9 @@ def weight() -> nn.Parameter:
             "lr as a Tensor is not supported for capturable=False and foreach=True",
         ),
         ({"consume_grads": True, "is_approx": False}, "consume_grads=True needs is_approx=True"),
+        ({"consume_grads": True, "capturable": True}, "consume_grads=True needs capturable=False"),
+        ({"eps": torch.tensor(1e-8)}, "eps: must be a number, not a tensor"),
+        ({"weight_decay": torch.tensor(0.1)}, "weight_decay as a Tensor needs differentiable"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

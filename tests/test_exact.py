@@ -323,3 +323,88 @@ def test_exact_mode_is_the_better_estimate() -> None:
         x = x + 0.05 * torch.cos(angle + torch.arange(8, dtype=torch.float64)).unsqueeze(1)
     assert error["exact"] < 0.6 * error["plain"]
     assert error["approximate"] > error["exact"]
+
+
+def step_with(optimizer, model, batch):
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        return loss
+
+    return optimizer.step(closure)
+
+
+def test_previous_parameters_are_never_old_ones() -> None:
+    """Approximate steps in between: what was kept is dropped, not used many steps later."""
+    model, batches = make_model(), make_batches(6)
+    optimizer, _ = train_by_closure(model, batches[:2])
+    optimizer.param_groups[0]["is_approx"] = True
+    for batch in batches[2:4]:
+        step_with(optimizer, model, batch)
+    assert "last_param" not in optimizer.state[model[0].weight]
+    optimizer.param_groups[0]["is_approx"] = False
+    with pytest.warns(UserWarning, match="without correction"):
+        step_with(optimizer, model, batches[4])
+
+
+def test_a_step_without_closure_after_one_with_it_is_refused() -> None:
+    model, batches = make_model(), make_batches(3)
+    optimizer, _ = train_by_closure(model, batches[:2])
+    loss_of(model, batches[2]).backward()
+    with pytest.raises(RuntimeError, match=r"step\(closure\)"):
+        optimizer.step()
+
+
+def test_a_parameter_first_used_by_the_next_batch() -> None:
+    """Its first step has h = 0 by either way, and the state in between can be loaded."""
+    results = []
+    for protocol in (False, True):
+        p = nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
+        late = nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
+        optimizer = MARS([p, late], is_approx=False, gamma=0.5)
+
+        def loss(t, p=p, late=late):
+            return (p**2).sum() + ((late * (t + 1)) ** 2).sum() * (t > 0)
+
+        for t in range(3):
+
+            def closure(at=t, optimizer=optimizer, late=late, loss=loss):
+                optimizer.zero_grad()
+                value = loss(at)
+                value.backward()
+                if at == 0:
+                    late.grad = None
+                return value
+
+            if protocol:
+                closure(t + 1)
+                optimizer.update_previous_grad()
+                closure()
+                optimizer.step()
+                optimizer.update_last_grad()
+                optimizer.load_state_dict(optimizer.state_dict())
+            else:
+                optimizer.step(closure)
+        results.append((p.detach(), late.detach()))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
+
+
+def test_nothing_to_correct_is_evaluated_once() -> None:
+    model, calls = make_model(), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    optimizer = MARS(model.parameters(), is_approx=False, mars_type="plain-adamw")
+    for batch in make_batches(2):
+        calls.clear()
+        step_with(optimizer, model, batch)
+        assert len(calls) == 2  # loss_of evaluates the model twice
+    assert "last_param" not in optimizer.state[model[0].weight]
+
+
+def test_notes_of_others_in_the_state_are_left_alone() -> None:
+    model, batches = make_model(), make_batches(3)
+    optimizer = MARS(model.parameters(), is_approx=False)
+    optimizer.state["note"] = True
+    for batch in batches:
+        step_with(optimizer, model, batch)
+    assert optimizer.state["note"] is True

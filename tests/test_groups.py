@@ -135,7 +135,7 @@ def test_the_first_route_that_matches_wins() -> None:
     assert found["blocks.1.ln.bias"]["lr"] == 1e-5
     assert found["blocks.0.attn.weight"]["mars_type"] == "plain-adamw"
     assert found["conv.weight"]["weight_decay"] == 0.0
-    assert "route attn" not in {g["name"] for g in groups}
+    assert not any("attn" in g["name"] and g["name"].startswith("route 3") for g in groups)
 
 
 def test_tied_weights_go_where_the_embedding_goes() -> None:
@@ -183,3 +183,48 @@ def test_groups_are_scheduled_each_from_its_own_rate() -> None:
     scheduler.step()
     rates = {g["mars_type"]: g["lr"] for g in optimizer.param_groups}
     assert rates == {"mars-m": 0.01, "plain-adamw": 5e-4}
+
+
+def test_what_decides_the_routing_is_said_to_param_groups() -> None:
+    model = Gpt()
+    for name, value in (
+        ("mars_type", "mars-m"),
+        ("matrix_rule", "flatten"),
+        ("optimize_1d", True),
+    ):
+        with pytest.raises(ValueError, match=f"{name}=.*give it to mars.param_groups"):
+            MARS(mars.param_groups(model), **{name: value})
+        MARS(mars.param_groups(model, **{name: value}), **{name: value})
+    MARS(mars.param_groups(model, mars_type="mars-m"))  # the constructor's default says nothing
+
+
+def test_a_slice_of_the_groups_means_the_same() -> None:
+    options = {"lr": 0.02, "lr_1d": 1e-3, "weight_decay_1d": 0.3}
+    groups = mars.param_groups(Gpt(), mars_type="mars-m")
+    whole = MARS(groups, **options)
+    listed = MARS(list(mars.param_groups(Gpt(), mars_type="mars-m")), **options)
+    for a, b in zip(whole.param_groups, listed.param_groups, strict=True):
+        names = ("lr", "betas", "weight_decay", "mars_type", "name")
+        assert [a[name] for name in names] == [b[name] for name in names]
+        assert "routed" not in a
+    later = MARS([torch.nn.Parameter(torch.ones(1))], **options)
+    later.add_param_group({**groups[1], "params": [torch.nn.Parameter(torch.ones(1))]})
+    assert later.param_groups[1]["lr"] == 1e-3
+
+
+def test_the_table_prints_the_rates_that_train() -> None:
+    groups = mars.param_groups(
+        Gpt(), lr=0.02, lr_1d=1e-3, vectors="mars", weight_decay=0.05,
+        head={"mars_type": "plain-adamw", "lr": 7e-4},
+    )  # fmt: skip
+    lines = {line.split()[0]: line.split() for line in str(groups).splitlines()}
+    assert lines["blocks.0.ln.bias"][-3:] == ["plain-adamw", "0.001", "weight_decay_1d"]
+    assert lines["lm_head.weight"][-3:] == ["plain-adamw", "0.0007", "weight_decay_1d"]
+    assert lines["blocks.0.attn.weight"][-3:] == ["mars-adamw", "0.02", "0.05"]
+
+
+def test_routes_are_told_apart() -> None:
+    routes = [(lambda name, p: name == "wte.weight", "mars"), ("0", "adamw")]
+    groups = by_name(mars.param_groups(Gpt(), mars_type="mars-m", routes=routes))
+    assert groups["wte.weight"]["mars_type"] == "mars-m"
+    assert groups["blocks.0.attn.weight"]["mars_type"] == "plain-adamw"

@@ -10,6 +10,7 @@ from mars import MARS
 from mars.engines import ENGINES
 from mars.rule import KINDS
 from mars.rule.halves import join
+from mars.state import LOW_HALF
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -24,7 +25,7 @@ def test_updates_below_half_an_ulp_add_up(engine: str, dtype: torch.dtype) -> No
     for _ in range(4000):
         p.grad = torch.ones_like(p)
         optimizer.step()
-    value = join(p.detach(), optimizer.state[p]["param_low"])
+    value = join(p.detach(), optimizer.state[p][LOW_HALF[p.dtype]])
     # A float32 weight rounds each 1e-6 to 17 units of 2^-24: 1.4 % of the way.
     torch.testing.assert_close(value, torch.full((2, 2), 1 - 4e-3), rtol=0, atol=6e-5)
     torch.testing.assert_close(p.detach().float(), value.to(dtype).float())
@@ -47,7 +48,7 @@ def test_the_pair_of_halves_is_the_float32_run_bit_for_bit(engine: str, kind: st
         first.step()
         second.step()
     for p, q in zip(half, full, strict=True):
-        assert torch.equal(join(p.detach(), first.state[p]["param_low"]), q.detach())
+        assert torch.equal(join(p.detach(), first.state[p][LOW_HALF[p.dtype]]), q.detach())
 
 
 def train(dtype: torch.dtype, split: bool, steps: int = 600) -> float:
@@ -65,11 +66,11 @@ def train(dtype: torch.dtype, split: bool, steps: int = 600) -> float:
         schedule.step()
         if not split:
             for p in student.parameters():
-                optimizer.state[p]["param_low"].zero_()
+                optimizer.state[p][LOW_HALF[p.dtype]].zero_()
     wide = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
     with torch.no_grad():
         for p, q in zip(wide.parameters(), student.parameters(), strict=True):
-            low = optimizer.state[q].get("param_low")
+            low = optimizer.state[q].get(LOW_HALF.get(q.dtype))
             p.copy_(q if low is None else join(q, low))
     x = torch.randn(4096, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     return float((wide(x) - teacher(x)).square().mean().detach())
@@ -116,3 +117,55 @@ def test_memory_is_what_the_documentation_says() -> None:
     assert bytes_of(torch.bfloat16, mars_type="mars-m", clip=None) == 6
     assert bytes_of(torch.float32, mars_type="plain-adamw") == 8
     assert bytes_of(torch.bfloat16, mars_type="plain-adamw") == 10
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_weight_set_to_zero_from_outside_is_zero(engine: str, dtype: torch.dtype) -> None:
+    """Pruning masks and clamps: a low half may not borrow from the bits of a zero."""
+    p = nn.Parameter(torch.randn(64, 64).to(dtype))
+    optimizer = MARS([p], lr=1e-3, foreach=engine == "foreach")
+    for _ in range(3):
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+    with torch.no_grad():
+        p[::2] = 0.0
+        p[1::4] = -0.0
+        before = p.clone()
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), before, rtol=0, atol=1e-6)
+    with torch.no_grad():
+        p.clamp_(min=0)
+    optimizer.param_groups[0]["lr"] = 1e-3
+    for _ in range(3):
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+        with torch.no_grad():
+            p.clamp_(min=0)
+    assert p.isfinite().all()
+
+
+def test_low_halves_of_another_format_are_not_loaded() -> None:
+    p = nn.Parameter(torch.randn(8, 8).bfloat16())
+    q = nn.Parameter(p.detach().half())
+    first, second = (MARS([x], mars_type="plain-adamw") for x in (p, q))
+    for _ in range(3):
+        p.grad = torch.randn_like(p)
+        first.step()
+    second.load_state_dict(first.state_dict())
+    assert set(second.state[q]) == {"step", "exp_avg", "exp_avg_sq"}
+    before = q.detach().clone()
+    second.param_groups[0]["lr"] = 0.0
+    q.grad = torch.zeros_like(q)
+    second.step()
+    assert torch.equal(q, before)
+
+
+def test_differentiable_needs_wide_parameters() -> None:
+    p = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+    optimizer = MARS([p], differentiable=True)
+    p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match="differentiable=True needs float32 or float64"):
+        optimizer.step()
+    assert not optimizer.state

@@ -77,3 +77,18 @@ def test_a_schedule_that_returns_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Invalid gamma: -1\.0 at step 0"):
         GammaScheduler(opt, lambda step: -1.0)
     assert opt.param_groups[0]["gamma"] == 0.025
+
+
+def test_groups_that_share_a_default_tensor_are_told_apart() -> None:
+    p, q = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2, 2))
+    opt = MARS([{"params": [p]}, {"params": [q]}], gamma=torch.tensor(0.3))
+    scheduler = GammaScheduler(opt, [schedules.constant(0.1), schedules.constant(0.2)])
+    assert scheduler.get_last_gamma() == pytest.approx([0.1, 0.2])
+
+
+def test_a_group_added_later_is_scheduled_too() -> None:
+    opt = optimizer()
+    scheduler = GammaScheduler(opt, schedules.linear(0.1, 0.0, steps=2))
+    opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(2, 2))]})
+    scheduler.step()
+    assert scheduler.get_last_gamma() == pytest.approx([0.05, 0.05])

@@ -11,6 +11,7 @@ from torch import nn
 
 from mars import MARS
 from mars.rule import KINDS
+from mars.state import LOW_HALF
 
 FULL = {"step", "exp_avg", "exp_avg_sq", "last_grad"}
 
@@ -41,7 +42,7 @@ def stepped(shape=(4, 3), dtype=torch.float32, steps=1, **options) -> tuple[MARS
         ({"mars_type": "mars-m", "clip": None, "amsgrad": True}, {"step", "exp_avg"}),
         ({"mars_type": "plain-adamw"}, {"step", "exp_avg", "exp_avg_sq"}),
         ({"is_approx": False}, FULL | {"previous_grad"}),
-        ({"dtype": torch.bfloat16}, FULL | {"param_low"}),
+        ({"dtype": torch.bfloat16}, FULL | {"param_low_bf16"}),
         ({"shape": (5,)}, {"step", "exp_avg", "exp_avg_sq"}),
         ({"shape": (2, 2, 2), "matrix_rule": "flatten"}, FULL),
         ({"shape": (5,), "optimize_1d": True}, FULL),
@@ -110,7 +111,7 @@ def test_state_dtype_survives_loading(dtype: torch.dtype) -> None:
     if dtype in (torch.bfloat16, torch.float16):
         assert kept["exp_avg"] == torch.float32
         assert kept["last_grad"] == dtype
-        assert kept["param_low"] == torch.int16
+        assert kept[LOW_HALF[p.dtype]] == torch.int16
     saved = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(saved)
     assert {name: value.dtype for name, value in optimizer.state[p].items()} == kept
@@ -128,7 +129,7 @@ def test_a_float32_checkpoint_loads_into_a_bfloat16_model_and_back() -> None:
     narrow.step()
     wide, p = stepped()
     wide.load_state_dict(narrow.state_dict())
-    assert "param_low" not in wide.state[p]
+    assert "param_low_bf16" not in wide.state[p]
     p.grad = torch.randn(4, 3)
     wide.step()
 
@@ -276,3 +277,49 @@ def test_dcp_makes_the_state_by_a_step_that_moves_nothing() -> None:
             assert optimizer.state[p].keys() == again.state[q].keys()
             for name, value in optimizer.state[p].items():
                 assert torch.equal(value, again.state[q][name]), name
+
+
+def test_a_last_gradient_is_never_an_old_one() -> None:
+    """Options that change while training: what nobody updates is dropped, what is new is g."""
+    optimizer, p = stepped(steps=3, mars_type="mars-lion", gamma=0.5)
+    group = optimizer.param_groups[0]
+    group["clip"] = None
+    p.grad = torch.randn(4, 3)
+    optimizer.step()
+    assert "last_grad" not in optimizer.state[p]
+    group["clip"] = "tensor"
+    before = optimizer.state[p]["exp_avg"].clone()
+    p.grad = 0.1 * torch.randn(4, 3)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[p]["exp_avg"], 0.95 * before + 0.05 * p.grad)
+    assert torch.equal(optimizer.state[p]["last_grad"], p.grad)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda s: s.update(exp_avg=None), "exp_avg is None, not a tensor"),
+        (lambda s: s.update(step=torch.ones(3, 3)), "step has 9 elements"),
+    ],
+)
+def test_state_of_the_wrong_kind_is_refused(spoil, message) -> None:
+    optimizer, _ = stepped()
+    wrong = snapshot(optimizer)
+    spoil(wrong["state"][0])
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(wrong)
+
+
+def test_consumed_gradients_are_ours_alone() -> None:
+    """Slices of a flat buffer and gradients with a graph are copied or detached."""
+    flat = torch.randn(24)
+    p, q = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4, 3))
+    optimizer = MARS([p, q], consume_grads=True)
+    p.grad = flat[:12].view(4, 3).data
+    q.grad = torch.autograd.grad((q**3).sum(), q, create_graph=True)[0]
+    kept = p.grad.clone()
+    optimizer.step()
+    flat.fill_(7.0)
+    assert torch.equal(optimizer.state[p]["last_grad"], kept)
+    assert not optimizer.state[q]["last_grad"].requires_grad
+    copy.deepcopy(optimizer)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from mars.groups import format_table
-from mars.options import METADATA
+from mars.options import METADATA, as_float
 from mars.rule.estimator import kappa
 
 if TYPE_CHECKING:
@@ -33,7 +33,12 @@ def noise_factor(gamma: float, beta1: float) -> float:
 
 
 def from_adamw(
-    optimizer: AdamW, *, rule: str = "step-size", verbose: bool = True, **options: Any
+    optimizer: AdamW,
+    cls: type[MARS] | None = None,
+    *,
+    rule: str = "step-size",
+    verbose: bool = True,
+    **options: Any,
 ) -> MARS:
     """Return the MARS that replaces a configured ``torch.optim.AdamW``, groups kept.
 
@@ -55,6 +60,7 @@ def from_adamw(
     """
     from mars.optimizer import MARS
 
+    make = MARS if cls is None else cls
     if not isinstance(optimizer, AdamW):
         raise TypeError(f"from_adamw takes a torch.optim.AdamW, not {type(optimizer).__name__}")
     for name in ("lr", "weight_decay", "lr_1d", "weight_decay_1d", "betas_1d"):
@@ -63,7 +69,7 @@ def from_adamw(
                 f"from_adamw chooses {name!r}; change it afterwards in optimizer.param_groups"
             )
     # A throw-away MARS validates the options and fills in the defaults.
-    settings = MARS([{"params": []}], **options).defaults
+    settings = make([{"params": []}], **options).defaults
     factor, factor_1d = _factors(rule, settings)
     rows = [("group", "parameters", "lr", "weight_decay", "lr of vectors", "betas")]
     groups = []
@@ -71,28 +77,34 @@ def from_adamw(
         lr, decay = group["lr"], group["weight_decay"]
         new = {name: group[name] for name in ("params", *KEPT) if name in group}
         new |= {name: group[name] for name in METADATA - {"params"} if name in group}
-        if "initial_lr" in group:
-            new["initial_lr"] = group["initial_lr"] * factor
+        for name in ("initial_lr", "max_lr", "min_lr", "swa_lr"):
+            if name in group:
+                new[name] = group[name] * factor
+        # A scheduler that warms up has set lr to 0 already; vectors follow the peak rate.
+        peak = as_float(group.get("initial_lr", lr)) or 1.0
         if isinstance(lr, Tensor):
             new["foreach"] = None if not group["capturable"] else group["foreach"]
         new |= {
             "lr": lr * factor,
             "weight_decay": decay / factor,
-            "lr_1d": float(lr) * factor_1d,
+            "lr_1d": peak * factor_1d,
+            "base_lr": peak * factor,
             "betas_1d": group["betas"],
             "weight_decay_1d": decay,
         }
         if "param_names" in new:
             new["params"] = list(zip(new.pop("param_names"), new["params"], strict=True))
+        if settings["mars_type"] == "plain-adamw":
+            new["betas"] = group["betas"]
         new |= {name: value for name, value in options.items() if name in KEPT}
         groups.append(new)
         count = sum(p.numel() for p in group["params"])
         rows.append((
-            str(i), f"{count:,}", f"{float(lr):.3g} -> {float(lr) * factor:.3g}",
-            f"{decay:.3g} -> {decay / factor:.3g}", f"{float(lr) * factor_1d:.3g}",
+            str(i), f"{count:,}", f"{as_float(lr):.3g} -> {as_float(lr) * factor:.3g}",
+            f"{decay:.3g} -> {decay / factor:.3g}", f"{as_float(lr) * factor_1d:.3g}",
             f"{settings['betas']}",
         ))  # fmt: skip
-    mars = MARS(groups, **options)
+    mars = make(groups, **options)
     if verbose:
         sys.stdout.write(
             f"{settings['mars_type']} in place of AdamW, rule {rule!r}: lr x {factor:.3g}, "

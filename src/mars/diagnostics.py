@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -37,28 +38,33 @@ class Reading:
 
 @dataclass
 class _Tensor:
-    """Running sums for one tensor."""
+    """Running sums for one tensor, of deviations from its first sample: no cancellation."""
 
+    first: tuple[Tensor, Tensor]
+    sums: tuple[Tensor, Tensor]
+    squares: list[Tensor]
     n: int = 0
-    sum_g: Tensor | None = None
-    sum_c: Tensor | None = None
-    square_g: Tensor | float = 0.0
-    square_c: Tensor | float = 0.0
 
-    def add(self, g: Tensor, c: Tensor) -> None:
+    @classmethod
+    def of(cls, g: Tensor, c: Tensor) -> _Tensor:
+        zero = torch.zeros((), dtype=torch.float64, device=g.device)
+        first = (g.clone(), c.clone())
+        return cls(first, (torch.zeros_like(g), torch.zeros_like(c)), [zero, zero.clone()])
+
+    def add(self, *sample: Tensor) -> None:
         self.n += 1
-        self.sum_g = g.clone() if self.sum_g is None else self.sum_g.add_(g)
-        self.sum_c = c.clone() if self.sum_c is None else self.sum_c.add_(c)
-        self.square_g = self.square_g + g.double().square().sum()
-        self.square_c = self.square_c + c.double().square().sum()
+        for i, value in enumerate(sample):
+            deviation = value - self.first[i]
+            self.sums[i].add_(deviation)
+            self.squares[i] += deviation.double().square().sum()
 
     def spread(self) -> tuple[float, float]:
         """Σ‖g − ḡ‖² and Σ‖c − c̄‖²."""
-        if self.sum_g is None or self.sum_c is None:
-            return 0.0, 0.0
-        mean_g = self.sum_g.double().square().sum() / self.n
-        mean_c = self.sum_c.double().square().sum() / self.n
-        return float(self.square_g - mean_g), float(self.square_c - mean_c)
+        g, c = (
+            float(square - total.double().square().sum() / self.n)
+            for square, total in zip(self.squares, self.sums, strict=True)
+        )
+        return g, c
 
 
 @dataclass
@@ -79,7 +85,7 @@ class Diagnosis:
 
     def __init__(self, optimizer: MARS) -> None:
         self._optimizer = optimizer
-        self._groups = [_Group() for _ in optimizer.param_groups]
+        self._groups: dict[int, _Group] = defaultdict(_Group)
         self._before: list[Tensor] = []
         self._last: dict[int, Tensor] = {}  # last gradients of tensors whose state has none
         self._steps = 0
@@ -124,7 +130,9 @@ class Diagnosis:
             if batch.k.clip is not None:
                 group.clipped.append((c_norm if length is None else length) > 1.0)
             group.cosine.append((g * h).sum() / (norm(g) * norm(h)))
-            group.tensors.setdefault(key, _Tensor()).add(g, c)
+            if key not in group.tensors:
+                group.tensors[key] = _Tensor.of(g, c)
+            group.tensors[key].add(g, c)
 
     @torch.no_grad()
     def after(self, batch: Batch) -> None:
@@ -139,9 +147,8 @@ class Diagnosis:
     def readings(self) -> list[Reading]:
         """One reading a group, in the order of ``param_groups``. Waits for the device."""
         out = []
-        for i, (group, options) in enumerate(
-            zip(self._groups, self._optimizer.param_groups, strict=True)
-        ):
+        for i, options in enumerate(self._optimizer.param_groups):
+            group = self._groups[i]
             spreads = [t.spread() for t in group.tensors.values() if t.n >= 2]
             noise = sum(g for g, _ in spreads)
             moved = sum(float(m) for m in group.moved)

@@ -4,6 +4,9 @@ Two ways to the same trajectory. ``step(closure)`` keeps the previous parameters
 (``last_param``) and evaluates the closure there and here. The authors' protocol needs no such
 copy: the caller evaluates the *next* batch before the step and stores its gradients
 (``previous_grad``), which after the step are gradients at the previous parameters.
+
+The closure should change nothing but gradients: what it accumulates elsewhere (gradients of
+parameters that this optimizer does not have, running statistics of batch norm) it does twice.
 """
 
 from __future__ import annotations
@@ -22,31 +25,37 @@ if TYPE_CHECKING:
     from mars.optimizer import MARS
 
 
-def _is_exact(optimizer: MARS) -> bool:
-    return not all(group["is_approx"] for group in optimizer.param_groups)
-
-
 def _corrected(optimizer: MARS) -> list[Tensor]:
     """The parameters whose last gradient comes from an evaluation of its own."""
     return [
         p
-        for group, p in optimizer.parameters_with_group()
-        if not group["is_approx"] and needs_last_grad(kind_of(p, group), group)
+        for group in optimizer.param_groups
+        if not group["is_approx"]
+        for p in group["params"]
+        if needs_last_grad(kind_of(p, group), group)
     ]
+
+
+def _states(optimizer: MARS) -> list[tuple[Tensor, dict[str, Any]]]:
+    """(parameter, state) of every parameter that has been stepped."""
+    found = ((p, optimizer.state.get(p, {})) for _, p in optimizer.parameters_with_group())
+    return [(p, own) for p, own in found if "step" in own]
 
 
 def evaluate(optimizer: MARS, closure: Callable[[], Any]) -> Any:
     """The loss and gradients at x; in exact mode, before that, last gradients at x₋₁."""
-    if not _is_exact(optimizer):
+    corrected = _corrected(optimizer)
+    if not corrected:
         return closure()
-    moved = {p: own["last_param"] for p, own in optimizer.state.items() if "last_param" in own}
+    moved = {p: own["last_param"] for p, own in _states(optimizer) if "last_param" in own}
     if moved:
         _evaluate_there(optimizer, closure, moved)
     loss = closure()
-    lost = [p for p in _corrected(optimizer) if p not in moved and p in optimizer.state]
+    stepped = dict(_states(optimizer))
+    lost = [p for p in corrected if p in stepped and p not in moved]
     for p in lost:
         if p.grad is not None:
-            optimizer.state[p]["last_grad"] = p.grad.detach().clone()
+            stepped[p]["last_grad"] = p.grad.detach().clone()
     if lost:
         warnings.warn(
             f"exact mode: no previous parameters for {len(lost)} tensors (their state comes from "
@@ -60,7 +69,7 @@ def evaluate(optimizer: MARS, closure: Callable[[], Any]) -> Any:
 def _evaluate_there(
     optimizer: MARS, closure: Callable[[], Any], there: dict[Tensor, Tensor]
 ) -> None:
-    """Evaluate at the previous parameters; leave parameters, gradients and RNG as they were."""
+    """Evaluate at the previous parameters; leave ours, their gradients and the RNG as they were."""
     everyone = [p for _, p in optimizer.parameters_with_group()]
     devices = sorted({p.device.index for p in everyone if p.device.type == "cuda"})
     here = {p: p.detach().clone() for p in there}
@@ -88,17 +97,24 @@ def _evaluate_there(
 
 def remember(optimizer: MARS, with_closure: bool) -> None:
     """Before the update: keep x for the next closure, or make the protocol's buffer."""
-    if not _is_exact(optimizer):
-        return
-    if with_closure:
+    corrected = _corrected(optimizer)
+    if with_closure and corrected:
         # All of them, also those that AdamW trains: the next h is a gradient at the whole of x.
-        for p, own in optimizer.state.items():
-            if "step" in own:
-                own["last_param"] = _store(own.get("last_param"), p)
+        for p, own in _states(optimizer):
+            own["last_param"] = _store(own.get("last_param"), p)
+        optimizer._h_is_current = False
+        optimizer._holds_last_param = True
+        return
+    if optimizer._holds_last_param:  # of a step that will no longer be the previous one
+        for _, own in _states(optimizer):
+            own.pop("last_param", None)
+        optimizer._holds_last_param = False
+    if not corrected:
         return
     # A step at lr = 0 (DCP makes the state by one) leaves the parameters where h was taken.
-    optimizer._h_is_current = all(float(group["lr"]) == 0 for group in optimizer.param_groups)
-    for p in _corrected(optimizer):
+    rates = [group["lr"] for group in optimizer.param_groups]
+    optimizer._h_is_current = all(not isinstance(lr, torch.Tensor) and lr == 0 for lr in rates)
+    for p in corrected:
         own = optimizer.state.get(p, {})
         if "step" in own and "previous_grad" not in own:
             own["previous_grad"] = torch.zeros_like(own["last_grad"])
@@ -106,7 +122,7 @@ def remember(optimizer: MARS, with_closure: bool) -> None:
 
 def check_protocol(optimizer: MARS, with_closure: bool) -> None:
     """Refuse an exact step whose last gradients are those of the step before."""
-    if not with_closure and not optimizer._h_is_current and _is_exact(optimizer):
+    if not with_closure and not optimizer._h_is_current and _corrected(optimizer):
         raise RuntimeError(
             "is_approx=False needs the gradients of this batch at the previous parameters. Call "
             "optimizer.step(closure), or update_previous_grad() before and update_last_grad() "
@@ -116,10 +132,10 @@ def check_protocol(optimizer: MARS, with_closure: bool) -> None:
 
 def store_previous(optimizer: MARS) -> None:
     """previous_grad ← p.grad."""
-    if not _is_exact(optimizer):
-        return
-    optimizer._check_gradients()
-    for p in _corrected(optimizer):
+    corrected = _corrected(optimizer)
+    if corrected:
+        optimizer._check_gradients()
+    for p in corrected:
         if p.grad is not None:
             own = optimizer.state[p]
             own["previous_grad"] = _store(own.get("previous_grad"), p.grad)
@@ -127,12 +143,10 @@ def store_previous(optimizer: MARS) -> None:
 
 def promote_previous(optimizer: MARS) -> None:
     """last_grad ← previous_grad."""
-    if not _is_exact(optimizer):
-        return
     optimizer._h_is_current = True
     for p in _corrected(optimizer):
         own = optimizer.state.get(p, {})
-        if "previous_grad" in own:
+        if "step" in own and "previous_grad" in own:  # before its first step h is 0, by definition
             own["last_grad"] = _store(own.get("last_grad"), own["previous_grad"])
 
 

@@ -27,17 +27,15 @@ Route = tuple[str | Callable[[str, Tensor], bool], Destination]
 # AdamW's options and the ones of MARS(...) that they come from.
 ADAMW_OPTIONS = {"lr": "lr_1d", "betas": "betas_1d", "weight_decay": "weight_decay_1d"}
 
+# Options that decide the routing, with the defaults of MARS.
+ROUTED_BY = {"mars_type": "mars-adamw", "matrix_rule": "2d", "optimize_1d": False}
+
 _EMBEDDING = re.compile(r"(^|[._])(wte|wpe|emb|(tok|pos|patch)?_?embed\w*|cls_token)([._]|$)")
 _HEAD = re.compile(r"(^|\.)(lm_head|head|heads|classifier|score|embed_out)(\.|$)|^(fc|output)\.")
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """Groups for `MARS`, that print as a table. AdamW's options may be left to the optimizer."""
-
-    def resolve(self, defaults: dict[str, Any]) -> list[dict[str, Any]]:
-        """Plain groups: those of AdamW take lr_1d, betas_1d and weight_decay_1d as theirs."""
-        adamw = {name: defaults[source] for name, source in ADAMW_OPTIONS.items()}
-        return [({**adamw, **group} if _is_adamw(group) else dict(group)) for group in self]
+    """Groups for `MARS`, that print as a table."""
 
     def table(self) -> str:
         """One line a parameter: where it goes and what trains it."""
@@ -45,20 +43,41 @@ class ParamGroups(list[dict[str, Any]]):
         for group in self:
             for name, p in group["params"]:
                 kind = kind_of(p, {"matrix_rule": "2d", "optimize_1d": False, **group})
-                one_d = not KINDS[kind].corrected and "lr" not in group
-                rate = group.get("lr", "lr_1d" if one_d else "default")
-                decay = group.get("weight_decay", "weight_decay_1d" if one_d else "default")
-                rows.append((
-                    name, str(tuple(p.shape)), f"{p.numel():,}", str(group["name"]), kind,
-                    str(rate), str(decay),
-                ))  # fmt: skip
+                fallback = KINDS[group["mars_type"]].corrected and not KINDS[kind].corrected
+                cells = [name, str(tuple(p.shape)), f"{p.numel():,}", str(group["name"]), kind]
+                for option, source in (("lr", "lr_1d"), ("weight_decay", "weight_decay_1d")):
+                    if fallback:
+                        cells.append(str(group.get(source, source)))
+                    else:
+                        cells.append(
+                            str(group.get(option, source if _is_adamw(group) else "default"))
+                        )
+                rows.append(tuple(cells))
         return format_table(rows, right=(2,))
 
     def __str__(self) -> str:
         return self.table()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParamGroups:
-        return ParamGroups(dict(group) for group in self)
+
+def resolve(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """A group as the optimizer takes it: one that param_groups made, completed; others as is.
+
+    A group routed to AdamW takes lr_1d, betas_1d and weight_decay_1d as its own. What decides the
+    routing must have been said to param_groups: it is too late to say it to MARS.
+    """
+    if "routed" not in group:
+        return group
+    group = dict(group)
+    for name, given in group.pop("routed").items():
+        if defaults[name] not in (given, ROUTED_BY[name]):
+            raise ValueError(
+                f"{name}={defaults[name]!r} decides which parameter goes where: give it to "
+                f"mars.param_groups, which was called with {name}={given!r}"
+            )
+    if _is_adamw(group):
+        for name, source in ADAMW_OPTIONS.items():
+            group.setdefault(name, defaults[source])
+    return group
 
 
 def format_table(rows: Sequence[Sequence[str]], right: tuple[SupportsIndex, ...] = ()) -> str:
@@ -89,8 +108,8 @@ def param_groups(
 ) -> ParamGroups:
     """Route every parameter of a model to exactly one group for :class:`mars.MARS`.
 
-    The first match wins: your ``routes``, then embeddings, then the head, then vectors (all that
-    is not a matrix: norms, biases), then matrices. A destination is
+    The first match wins: your ``routes``, then embeddings, then vectors (all that is not a matrix:
+    norms, biases), then the head, then matrices. A destination is
 
     - ``"mars"``: trained by ``mars_type``;
     - ``"adamw"``: trained by AdamW with ``lr_1d``, ``betas_1d`` and ``weight_decay_1d``;
@@ -131,17 +150,25 @@ def param_groups(
         role = _role(name, p, routes, tables, options.get("matrix_rule", "2d"))
         if isinstance(role, int):
             pattern, destination = routes[role]
-            role = f"route {pattern}" if isinstance(pattern, str) else f"route {role}"
+            what = pattern if isinstance(pattern, str) else getattr(pattern, "__name__", "")
+            role = f"route {role}: {what}"
             destinations[role] = destination
         members.setdefault(role, []).append((name, p))
+    routed = {**ROUTED_BY, "mars_type": mars_type}
+    routed |= {name: options[name] for name in ROUTED_BY if name in options}
     groups = ParamGroups(
-        {"params": pairs, "name": role, **_options(destinations[role], mars_type, options)}
+        {
+            "params": pairs,
+            "name": role,
+            "routed": routed,
+            **_options(destinations[role], mars_type, options),
+        }
         for role, pairs in members.items()
         if pairs
     )
-    routed = [p for group in groups for _, p in group["params"]]
-    if len(routed) != len(named):  # the routing is total by construction; say so if that breaks
-        raise RuntimeError(f"{len(named)} parameters, but {len(routed)} were routed")
+    count = sum(len(group["params"]) for group in groups)
+    if count != len(named):  # the routing is total by construction; say so if that breaks
+        raise RuntimeError(f"{len(named)} parameters, but {count} were routed")
     return groups
 
 

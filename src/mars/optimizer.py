@@ -17,8 +17,8 @@ from torch.optim.optimizer import (
 
 from mars import exact, state
 from mars.engines import ENGINES, Batch
-from mars.groups import ParamGroups
-from mars.options import as_floats, check_known, check_values, rate_1d
+from mars.groups import resolve
+from mars.options import as_float, check_known, check_values, plain_numbers, rate_1d
 from mars.rule import KINDS, Hyper
 from mars.rule.estimator import Scalar
 from mars.rule.newton_schulz import NewtonSchulz
@@ -132,35 +132,31 @@ class MARS(Optimizer):
             "consume_grads": consume_grads,
         }  # fmt: skip
         check_values(defaults)
-        defaults["base_lr"] = float(lr)  # what lr_1d is measured against, whatever lr becomes
-        for name in ("betas", "betas_1d"):
-            defaults[name] = as_floats(defaults[name])
-        if isinstance(params, ParamGroups):
-            params = params.resolve(defaults)
+        defaults = plain_numbers(defaults)
+        # What lr_1d is measured against, whatever lr becomes.
+        defaults["base_lr"] = as_float(lr)
         super().__init__(params, defaults)
         self._reset_private()
 
     def _reset_private(self) -> None:
-        self._observer: Any = None  # see mars.diagnostics
-        self._h_is_current = True  # exact mode without a closure: see mars.exact
+        self._observer: Any = getattr(self, "_observer", None)  # see mars.diagnostics
+        # Exact mode, see mars.exact: whether the last gradients are fresh (no closure), and
+        # whether any state has the previous parameters (closure).
+        self._h_is_current = True
+        self._holds_last_param = any("last_param" in self.state.get(p, {}) for p in self._all())
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; its options are checked before anything is changed."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
-        check_known(param_group, f"parameter group {len(self.param_groups)}")
-        derived: Group = {}
-        if param_group.get("weight_decay", 1.0) == 0.0:
-            derived["weight_decay_1d"] = 0.0
-        if "lr_1d" in param_group:
-            derived["base_lr"] = float(param_group.get("lr", self.defaults["lr"]))
-        derived = {k: v for k, v in derived.items() if k not in param_group}
-        check_values({**self.defaults, **param_group, **derived})
-        for name in ("betas", "betas_1d"):
-            if name in param_group:
-                derived[name] = as_floats(param_group[name])
-        param_group.update(derived)
-        super().add_param_group(param_group)
+        group = resolve(param_group, self.defaults)
+        check_known(group, f"parameter group {len(self.param_groups)}")
+        if group.get("weight_decay", 1.0) == 0.0:
+            group.setdefault("weight_decay_1d", 0.0)
+        if "lr_1d" in group:
+            group.setdefault("base_lr", as_float(group.get("lr", self.defaults["lr"])))
+        check_values({**self.defaults, **group})
+        super().add_param_group(plain_numbers(group))
 
     def __setstate__(self, state_: dict[str, Any]) -> None:
         super().__setstate__(state_)
@@ -186,7 +182,7 @@ class MARS(Optimizer):
         """The MARS that replaces a configured AdamW; see :func:`mars.convert.from_adamw`."""
         from mars.convert import from_adamw
 
-        return from_adamw(optimizer, **options)
+        return from_adamw(optimizer, cls, **options)
 
     @torch.no_grad()
     def update_previous_grad(self) -> None:
@@ -249,13 +245,24 @@ class MARS(Optimizer):
         """Every parameter with its group."""
         return ((group, p) for group in self.param_groups for p in group["params"])
 
+    def _all(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
     def _check_gradients(self) -> None:
-        for _, p in self.parameters_with_group():
-            if p.grad is not None and p.grad.layout != torch.strided:
-                raise RuntimeError(
-                    "MARS does not support sparse gradients. Use nn.Embedding(sparse=False), or "
-                    "train this parameter with torch.optim.SparseAdam"
-                )
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.grad.layout != torch.strided:
+                    raise RuntimeError(
+                        "MARS does not support sparse gradients. Use nn.Embedding(sparse=False), "
+                        "or train this parameter with torch.optim.SparseAdam"
+                    )
+                if group["differentiable"] and p.dtype in state.LOW_HALF:
+                    raise RuntimeError(
+                        f"differentiable=True needs float32 or float64 parameters, not {p.dtype}: "
+                        "autograd cannot follow the bits of its low half"
+                    )
 
     def _new_step(self, p: Tensor, group: Group, value: float = 0.0) -> Tensor:
         device = p.device if group["capturable"] or group["fused"] else "cpu"
@@ -279,6 +286,10 @@ class MARS(Optimizer):
             if (kind, p.dtype) not in needed:
                 needed[kind, p.dtype] = state.buffers(kind, p, group)
             names = needed[kind, p.dtype]
+            if "last_grad" not in names:
+                own.pop("last_grad", None)  # nobody would keep it up to date
+            elif "step" in own and "last_grad" not in own:
+                own["last_grad"] = p.grad.detach().clone()  # needed from now on: c = g this once
             if "step" not in own:
                 own["step"] = self._new_step(p, group)
             for name, dtype in names.items():
@@ -291,7 +302,7 @@ class MARS(Optimizer):
             v.append(own["exp_avg_sq"] if "exp_avg_sq" in names else None)
             v_max.append(own["max_exp_avg_sq"] if "max_exp_avg_sq" in names else None)
             h.append(own["last_grad"] if "last_grad" in names else None)
-            low.append(own["param_low"] if "param_low" in names else None)
+            low.append(own[state.LOW_HALF[p.dtype]] if p.dtype in state.LOW_HALF else None)
             kinds.append(kind)
 
     def _collect(self) -> list[tuple[Batch, str]]:
@@ -315,22 +326,24 @@ class MARS(Optimizer):
                     split[key] = _new_batch(kind, group, index, x[i], t[i])
                 split[key].add(x[i], g[i], t[i], m[i], v[i], v_max[i], h[i], low[i])
             engine = _engine(group, x)
-            batches.extend((batch, engine) for batch in split.values())
+            for batch in split.values():
+                batch.view_complex_as_real()
+                batches.append((batch, engine))
         return batches
 
     def _global_length(self, batches: Iterable[tuple[Batch, str]]) -> dict[torch.device, Tensor]:
         """One norm over all corrected tensors of the groups with clip="global", per device."""
-        lengths = [
-            length
-            for batch, engine in batches
-            if batch.k.clip == "global" and batch.h
-            for length in ENGINES[engine].norms(batch)
-        ]
+        lengths: dict[torch.device, list[Tensor]] = {}
+        for batch, engine in batches:
+            if batch.k.clip == "global" and batch.h:
+                norms = [n.double() for n in ENGINES[engine].norms(batch)]
+                lengths.setdefault(batch.x[0].device, []).append(torch.stack(norms))
         if not lengths:
             return {}
-        home = lengths[0].device
-        total = torch.linalg.vector_norm(torch.stack([n.to(home).double() for n in lengths]))
-        return {n.device: total.to(n.device) for n in lengths}
+        home = next(iter(lengths))
+        parts = [torch.cat(norms).to(home) for norms in lengths.values()]
+        total = torch.linalg.vector_norm(torch.cat(parts))
+        return {device: total.to(device) for device in lengths}
 
 
 def _engine(group: Group, params: list[Tensor]) -> str:
@@ -357,10 +370,9 @@ def _new_batch(kind: str, group: Group, index: int, x: Tensor, t: Tensor) -> Bat
         beta1=beta1,
         beta2=beta2,
         eps=group["eps"],
-        decay=group["weight_decay_1d"] if one_d else group["weight_decay"],
+        decay=_on_device(group["weight_decay_1d"] if one_d else group["weight_decay"], x),
         gamma=_on_device(group["gamma"], x),
         clip=group["clip"],
-        amsgrad=group["amsgrad"],
         maximize=group["maximize"],
         raw=group["second_moment"] == "raw",
         ns=NewtonSchulz(group["ns_steps"], group["ns_coefficients"], group["ns_dtype"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
@@ -22,13 +23,21 @@ METADATA = frozenset({
 })  # fmt: skip
 
 
+def as_float(value: Any) -> float:
+    """The value of a number or of a one-element tensor."""
+    return float(value.detach() if isinstance(value, Tensor) else value)
+
+
+def _is(kind: type, value: Any) -> bool:
+    """Whether it is a number of this kind, Python's or NumPy's; True and False are not."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 def _number(value: Any, low: float = 0.0, high: float = math.inf) -> bool:
-    """A finite number in [low, high): an int, a float or a one-element tensor."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
-        return False
-    if isinstance(value, Tensor) and value.numel() != 1:
-        return False
-    return low <= float(value) < high
+    """A finite number in [low, high), or a one-element tensor of that value."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and low <= as_float(value) < high
+    return _is(Real, value) and low <= float(value) < high
 
 
 def _one_of(*allowed: Any) -> Callable[[Any], str | None]:
@@ -45,6 +54,10 @@ def _at_least_zero(value: Any) -> str | None:
     return None if _number(value) else "must be one finite number, at least 0"
 
 
+def _float_at_least_zero(value: Any) -> str | None:
+    return "must be a number, not a tensor" if isinstance(value, Tensor) else _at_least_zero(value)
+
+
 def _rate(value: Any) -> str | None:
     if isinstance(value, Tensor) and value.numel() != 1:
         return "Tensor lr must be 1-element"
@@ -58,7 +71,7 @@ def _betas(value: Any) -> str | None:
 
 
 def _steps(value: Any) -> str | None:
-    fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    fits = _is(Integral, value) and value >= 1
     return None if fits else "must be an integer, at least 1"
 
 
@@ -69,17 +82,17 @@ _CHOICE = _one_of(None, True, False)
 CHECKS: dict[str, tuple[str, Callable[[Any], str | None]]] = {
     "lr": ("Invalid learning rate", _rate),
     "betas": ("Invalid betas", _betas),
-    "eps": ("Invalid epsilon value", _at_least_zero),
+    "eps": ("Invalid epsilon value", _float_at_least_zero),
     "weight_decay": ("Invalid weight_decay value", _at_least_zero),
     "amsgrad": ("Invalid amsgrad", _FLAG),
     "gamma": ("Invalid gamma", _at_least_zero),
     "is_approx": ("Invalid is_approx", _FLAG),
     "mars_type": ("Invalid mars_type", _one_of(*KINDS)),
     "optimize_1d": ("Invalid optimize_1d", _FLAG),
-    "lr_1d": ("Invalid lr_1d", _at_least_zero),
+    "lr_1d": ("Invalid lr_1d", _float_at_least_zero),
     "betas_1d": ("Invalid betas_1d", _betas),
     "weight_decay_1d": ("Invalid weight_decay_1d", _at_least_zero),
-    "base_lr": ("Invalid base_lr", _at_least_zero),
+    "base_lr": ("Invalid base_lr", _float_at_least_zero),
     "maximize": ("Invalid maximize", _FLAG),
     "foreach": ("Invalid foreach", _CHOICE),
     "fused": ("Invalid fused", _CHOICE),
@@ -159,16 +172,33 @@ def _check_together(options: Mapping[str, Any]) -> None:
             "`fused=True`: this version has no fused engine; use fused=None (the default) to get "
             "the fastest engine there is"
         )
-    if options.get("consume_grads") and options.get("is_approx") is False:
-        raise ValueError(
-            "consume_grads=True needs is_approx=True: in exact mode the last gradient is not the "
-            "gradient of this step"
-        )
+    for name in ("weight_decay", "weight_decay_1d"):
+        if isinstance(options.get(name), Tensor) and not options.get("differentiable"):
+            raise ValueError(f"{name} as a Tensor needs differentiable=True; pass a float")
+    if options.get("consume_grads"):
+        if options.get("is_approx") is False:
+            raise ValueError(
+                "consume_grads=True needs is_approx=True: in exact mode the last gradient is not "
+                "the gradient of this step"
+            )
+        if options.get("capturable"):
+            raise ValueError(
+                "consume_grads=True needs capturable=False: a captured graph replays on fixed "
+                "buffers, and would never see the new last gradient"
+            )
 
 
-def as_floats(betas: Any) -> tuple[float, float]:
-    """A pair of floats; tensors are read once, here."""
-    return float(betas[0]), float(betas[1])
+def plain_numbers(options: dict[str, Any]) -> dict[str, Any]:
+    """Write checked numbers as Python's own, which weights_only loading takes; return the dict.
+
+    Tensor betas are read here, once; other tensors stay.
+    """
+    for name, value in options.items():
+        if name in ("betas", "betas_1d"):
+            options[name] = (as_float(value[0]), as_float(value[1]))
+        elif name in CHECKS and _is(Real, value):
+            options[name] = int(value) if _is(Integral, value) else float(value)
+    return options
 
 
 def rate_1d(group: Mapping[str, Any]) -> float | Tensor:

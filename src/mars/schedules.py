@@ -74,14 +74,14 @@ class GammaScheduler:
     """
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule | Sequence[Schedule]) -> None:
-        groups = optimizer.param_groups
         self.optimizer = optimizer
-        self.schedules = [schedule] * len(groups) if callable(schedule) else list(schedule)
-        if len(self.schedules) != len(groups):
-            raise ValueError(
-                f"schedule: {len(self.schedules)} functions for {len(groups)} parameter groups"
-            )
+        self.schedule = schedule if callable(schedule) else list(schedule)
         self.last_step = 0
+        seen: set[int] = set()
+        for group in optimizer.param_groups:  # a default tensor is one for all groups
+            if isinstance(group["gamma"], Tensor) and id(group["gamma"]) in seen:
+                group["gamma"] = group["gamma"].clone()
+            seen.add(id(group["gamma"]))
         self._apply()
 
     def step(self) -> None:
@@ -106,7 +106,11 @@ class GammaScheduler:
         self._apply()
 
     def _apply(self) -> None:
-        values = [float(schedule(self.last_step)) for schedule in self.schedules]
+        count = len(self.optimizer.param_groups)
+        schedules = [self.schedule] * count if callable(self.schedule) else self.schedule
+        if len(schedules) != count:
+            raise ValueError(f"schedule: {len(schedules)} functions for {count} parameter groups")
+        values = [float(schedule(self.last_step)) for schedule in schedules]
         for value in values:
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(

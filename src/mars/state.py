@@ -11,10 +11,13 @@ from torch import Tensor
 
 from mars.options import check_values
 from mars.rule import KINDS
-from mars.rule.halves import HALF_DTYPES
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
+
+
+# The low half of a 16-bit parameter; the two formats are not interchangeable, so neither are names.
+LOW_HALF = {torch.bfloat16: "param_low_bf16", torch.float16: "param_low_fp16"}
 
 
 def kind_of(p: Tensor, group: Mapping[str, Any]) -> str:
@@ -43,8 +46,7 @@ def needs_last_grad(kind: str, group: Mapping[str, Any]) -> bool:
 
 def buffers(kind: str, p: Tensor, group: Mapping[str, Any]) -> dict[str, torch.dtype]:
     """Every buffer beside ``step`` that a step of this tensor reads, with its dtype."""
-    half = p.dtype in HALF_DTYPES
-    wide = torch.float32 if half else p.dtype
+    wide = torch.float32 if p.dtype in LOW_HALF else p.dtype
     needed = {"exp_avg": wide}
     if KINDS[kind].second_moment:
         needed["exp_avg_sq"] = wide
@@ -52,8 +54,8 @@ def buffers(kind: str, p: Tensor, group: Mapping[str, Any]) -> dict[str, torch.d
             needed["max_exp_avg_sq"] = wide
     if needs_last_grad(kind, group):
         needed["last_grad"] = p.dtype
-    if half:
-        needed["param_low"] = torch.int16
+    if p.dtype in LOW_HALF:
+        needed[LOW_HALF[p.dtype]] = torch.int16
     return needed
 
 
@@ -67,13 +69,17 @@ def consume_gradients(optimizer: Optimizer) -> None:
             if g is None:
                 continue
             if "last_grad" in own:
-                # A view is into somebody's buffer (DDP's buckets), who will write there; a compiled
-                # step guards on the identity of the state.
-                if torch.compiler.is_compiling() or g._is_view():
+                # Part of a larger buffer (DDP's buckets): its owner will write there again. And a
+                # compiled step guards on the identity of the state.
+                if torch.compiler.is_compiling() or not _owns_its_memory(g):
                     own["last_grad"].copy_(g)
                 else:
-                    own["last_grad"] = g
+                    own["last_grad"] = g.detach()
             p.grad = None
+
+
+def _owns_its_memory(g: Tensor) -> bool:
+    return not g._is_view() and g.untyped_storage().nbytes() == g.numel() * g.element_size()
 
 
 def load(
@@ -95,8 +101,8 @@ def load(
             for name, value in saved.items():
                 if name == "step" or not isinstance(value, Tensor):
                     continue
-                if name == "param_low" and p.dtype not in HALF_DTYPES:
-                    del own[name]
+                if name in LOW_HALF.values() and name not in wanted:
+                    del own[name]  # saved beside parameters of another dtype
                     continue
                 # Torch copied nothing that it did not have to cast or move.
                 own[name] = value.to(p.device, wanted.get(name, value.dtype))
@@ -160,7 +166,7 @@ def _check_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
 def _check_buffers(who: str, p: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
     if set(saved) == {"previous_grad"}:
         return  # exact mode, saved between update_previous_grad and the first step
-    optional = {"param_low"}  # absent where the state comes from a float32 run
+    optional = set(LOW_HALF.values())  # absent where the state comes from a float32 run
     required = {"step", *buffers(kind_of(p, group), p, group)} - optional
     missing = sorted(required - set(saved))
     if missing:
@@ -169,7 +175,12 @@ def _check_buffers(who: str, p: Tensor, saved: Mapping[str, Any], group: Mapping
             "another optimizer. It has " + str(sorted(map(str, saved)))
         )
     for name, value in saved.items():
-        if name != "step" and isinstance(value, Tensor) and value.shape != p.shape:
+        if name == "step":
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(f"state of {who}: step has {value.numel()} elements, not one")
+        elif name in required and not isinstance(value, Tensor):
+            raise ValueError(f"state of {who}: {name} is {value!r}, not a tensor")
+        elif isinstance(value, Tensor) and value.shape != p.shape:
             raise ValueError(
                 f"state of {who}: {name} has shape {tuple(value.shape)}, the parameter "
                 f"{tuple(p.shape)}. The state belongs to another model, or parameters were "

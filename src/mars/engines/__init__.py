@@ -5,9 +5,10 @@ from __future__ import annotations
 from types import ModuleType
 
 from mars.engines import foreach, reference
-from mars.engines.batch import Batch, Cell, Norms
+from mars.engines.batch import Batch, Cell
 
-# An engine is a module with CELLS (kind -> Cell) and norms. To add one, add it here.
+# An engine is a module with CELLS (kind -> Cell) and norms (‖c‖₂ of each tensor of a batch, nothing
+# written). To add one, add it here.
 ENGINES: dict[str, ModuleType] = {"reference": reference, "foreach": foreach}
 
 
@@ -16,4 +17,4 @@ def table() -> dict[tuple[str, str], Cell]:
     return {(name, kind): cell for name, e in ENGINES.items() for kind, cell in e.CELLS.items()}
 
 
-__all__ = ["ENGINES", "Batch", "Cell", "Norms", "table"]
+__all__ = ["ENGINES", "Batch", "Cell", "table"]

@@ -31,11 +31,17 @@ class Batch:
     low: list[Tensor] = field(default_factory=list)  # low halves of 16-bit parameters
 
     def add(self, *row: Tensor | None) -> None:
-        """Append one tensor with its buffers, in the order of the lists; complex ones as real."""
+        """Append one tensor with its buffers, in the order of the lists."""
         columns = (self.x, self.g, self.t, self.m, self.v, self.v_max, self.h, self.low)
         for column, tensor in zip(columns, row, strict=True):
             if tensor is not None:
-                column.append(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+                column.append(tensor)
+
+    def view_complex_as_real(self) -> None:
+        """Let the engine see real tensors, one dimension more, over the same memory."""
+        if self.x[0].is_complex():
+            for column in (self.x, self.g, self.m, self.v, self.v_max, self.h):
+                column[:] = [torch.view_as_real(tensor) for tensor in column]
 
     def steps(self) -> list[Scalar]:
         """t of each tensor: floats where the host counts, 0-d tensors elsewhere."""
@@ -46,9 +52,3 @@ class Cell(Protocol):
     """Steps a batch in place; ``length`` is the global norm to clip by, None for each its own."""
 
     def __call__(self, batch: Batch, length: Tensor | None) -> None: ...
-
-
-class Norms(Protocol):
-    """‖c‖₂ of each tensor of a batch, nothing written."""
-
-    def __call__(self, batch: Batch) -> list[Tensor]: ...

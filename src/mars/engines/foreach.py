@@ -14,17 +14,24 @@ from mars.rule import moonlight, shampoo
 from mars.rule.estimator import Scalar, kappa
 from mars.rule.halves import join, split
 
+_ONE = torch.tensor(1.0)
+
 
 def _wide(tensors: list[Tensor], like: Tensor) -> list[Tensor]:
     """The tensors in the arithmetic's dtype; the same ones if they have it already."""
-    return tensors if tensors[0].dtype == like.dtype else [t.to(like.dtype) for t in tensors]
+    if all(t.dtype == like.dtype for t in tensors):
+        return tensors
+    return [t.to(like.dtype) for t in tensors]
 
 
 def _corrected(batch: Batch) -> list[Tensor]:
     """c = g + κ(g − h), freshly allocated."""
     g, h = _wide(batch.g, batch.m[0]), _wide(batch.h, batch.m[0])
+    weight = kappa(batch.k.gamma, batch.k.beta1)
+    if not isinstance(weight, Tensor):
+        return list(torch._foreach_lerp(h, g, 1.0 + weight))  # h + (1+κ)(g − h), in one pass
     c = list(torch._foreach_sub(g, h))
-    torch._foreach_mul_(c, kappa(batch.k.gamma, batch.k.beta1))
+    torch._foreach_mul_(c, weight)
     torch._foreach_add_(c, g)
     return c
 
@@ -114,21 +121,31 @@ DIRECTIONS = {
 
 def step(batch: Batch, length: Tensor | None) -> None:
     k = batch.k
-    torch._foreach_add_(batch.t, 1)
+    if batch.host_t:
+        torch._foreach_add_(batch.t, _ONE, alpha=1.0)  # a number would be wrapped once a tensor
+    else:
+        torch._foreach_add_(batch.t, 1)
     m, c = _estimate(batch, length)
     u = DIRECTIONS[batch.kind](batch, m, c)
     x = batch.x
     if batch.low:
         x = [join(high, low) for high, low in zip(batch.x, batch.low, strict=True)]
-    if k.decay != 0:
-        torch._foreach_add_(u, x, alpha=k.decay)
-    torch._foreach_mul_(u, k.lr)
-    torch._foreach_sub_(x, u)
+    if k.decay != 0:  # a float: tensor decay is for differentiable steps, which loop
+        torch._foreach_add_(u, x, alpha=float(k.decay))
+    if isinstance(k.lr, Tensor):
+        torch._foreach_mul_(u, k.lr)
+        torch._foreach_sub_(x, u)
+    else:
+        torch._foreach_add_(x, u, alpha=-k.lr)
     for high, low, wide in zip(batch.x, batch.low, x, strict=False):
         for half, value in zip((high, low), split(wide, high.dtype), strict=True):
             half.copy_(value)
     if batch.h and batch.keep_g:
-        torch._foreach_copy_(batch.h, batch.g)
+        if type(batch.h[0]) is Tensor:
+            torch._foreach_copy_(batch.h, batch.g)
+        else:  # DTensor has no sharding rule for the multi-tensor copy
+            for h, g in zip(batch.h, batch.g, strict=True):
+                h.copy_(g)
 
 
 CELLS: dict[str, Cell] = dict.fromkeys(DIRECTIONS, step)

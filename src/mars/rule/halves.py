@@ -23,6 +23,9 @@ _FP16_COUNTS = 15
 def join(high: Tensor, low: Tensor) -> Tensor:
     """The float32 that ``split`` took apart."""
     if high.dtype == torch.bfloat16:
+        # Beside a zero the low half is never negative, unless the weight was set to 0 from outside;
+        # borrowing from a zero's bits would make a NaN.
+        low = torch.where(high == 0, low.clamp(min=0), low)
         bits = (high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)
         return bits.view(torch.float32)
     value = high.float()

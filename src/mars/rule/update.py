@@ -36,10 +36,9 @@ class Hyper(NamedTuple):
     beta1: float
     beta2: float
     eps: float
-    decay: float
+    decay: Scalar
     gamma: Scalar = 0.0
     clip: str | None = None  # "tensor", "global" or None
-    amsgrad: bool = False
     maximize: bool = False
     raw: bool = False  # second moment of g instead of c
     ns: NewtonSchulz = NewtonSchulz()
