@@ -13,7 +13,7 @@ test: $(VENV)/installed ## install, lint, type-check, run every test
 
 check: test
 
-race: $(VENV)/installed ## train a small model with AdamW and with MARS, print both curves
+race: $(VENV)/installed ## train a small GPT with AdamW, Muon and MARS, print the curves
 	$(BIN)/python examples/race.py
 
 $(VENV)/installed: pyproject.toml constraints.txt

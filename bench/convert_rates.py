@@ -5,7 +5,8 @@
 
 AdamW is tuned first; then MARS-AdamW and MARS-M run at multiples of AdamW's best rate, with
 lr x weight_decay unchanged and vectors trained as AdamW trained them, which is what
-`MARS.from_adamw` does; last, what its two rules choose by themselves.
+`MARS.from_adamw` does; last, what its two rules choose by themselves. Results go to a JSON file
+and, if matplotlib is there, to a picture beside it; `--draw` only draws an existing file again.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ SIZES = {
     "cpu": (64, 96, 3, 4, 16, 400),
     "gpu": (256, 384, 6, 6, 128, 600),
 }
-ADAMW_RATES = [5e-4, 1e-3, 2e-3, 4e-3, 8e-3]
+ADAMW_RATES = {"cpu": [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2], "gpu": [5e-4, 1e-3, 2e-3, 4e-3, 8e-3]}
 MULTIPLES = {
     "mars-adamw": [0.5, 1.0, 1.55, 2.2, 3.0, 5.0, 10.0],
+    "mars-adamw, AdamW's betas": [1.0, 1.25, 1.55, 2.2, 3.0],
     "mars-m": [1.0, 2.0, 4.0, 8.0, 16.0],
+    "muon": [1.0, 2.0, 4.0, 8.0, 16.0],
 }
 DECAY = 0.1
 
@@ -48,17 +51,22 @@ def adamw(model: GPT, lr: float) -> torch.optim.AdamW:
 
 
 def at_multiple(model: GPT, lr: float, kind: str, multiple: float) -> torch.optim.Optimizer:
-    """MARS at a multiple of AdamW's rate; embeddings by AdamW for MARS-M, as is usual."""
-    if kind == "mars-m":
-        groups = mars.param_groups(model, mars_type=kind, lr=lr * multiple, lr_1d=lr,
-                                   weight_decay=DECAY / multiple, weight_decay_1d=DECAY,
-                                   vectors="no-decay")  # fmt: skip
+    """An optimizer at a multiple of AdamW's rate, lr x weight_decay unchanged."""
+    if kind in ("mars-m", "muon"):
+        # Embeddings by AdamW, as is usual. Muon with Nesterov is MARS-M at gamma = 1 - beta_1
+        # without clip (tests/test_rule.py).
+        options = {"gamma": 0.05, "clip": None} if kind == "muon" else {}
+        groups = mars.param_groups(
+            model, mars_type="mars-m", vectors="no-decay", lr=lr * multiple, lr_1d=lr,
+            weight_decay=DECAY / multiple, weight_decay_1d=DECAY, **options,
+        )  # fmt: skip
         return MARS(groups)
-    optimizer = MARS.from_adamw(adamw(model, lr), verbose=False)
+    betas = (0.9, 0.95) if "betas" in kind else (0.95, 0.99)
+    optimizer = MARS.from_adamw(adamw(model, lr), betas=betas, verbose=False)
     for group in optimizer.param_groups:
         # lr_1d is measured against base_lr, so that vectors keep AdamW's rate.
-        group.update(lr=lr * multiple, base_lr=lr * multiple,
-                     weight_decay=group["weight_decay_1d"] / multiple)  # fmt: skip
+        group["lr"] = group["base_lr"] = lr * multiple
+        group["weight_decay"] = group["weight_decay_1d"] / multiple
     return optimizer
 
 
@@ -115,6 +123,45 @@ class Lab:
         return {"name": name, "x": x, "mean": mean, "losses": losses}
 
 
+def draw(path: Path) -> None:
+    """The losses over the multiple of AdamW's best rate, as a picture beside the file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    result = json.loads(path.read_text())
+    best, points = result["best_adamw"], result["points"]
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for name, label, color in (
+        ("adamw", "AdamW", "#555555"),
+        ("mars-adamw", "MARS-AdamW", "#c8442e"),
+        ("mars-adamw, AdamW's betas", "MARS-AdamW, betas of AdamW", "#e0962f"),
+        ("muon", "Muon", "#7a8fa6"),
+        ("mars-m", "MARS-M", "#2f6db3"),
+    ):
+        xs = [p["x"] / best if name == "adamw" else p["x"] for p in points[name]]
+        axes.plot(xs, [p["mean"] for p in points[name]], "o-", color=color, label=label, ms=4)
+        for x, p in zip(xs, points[name], strict=True):
+            axes.plot([x] * len(p["losses"]), p["losses"], "_", color=color, alpha=0.6)
+    low, high = axes.get_ylim()
+    for x, label in ((1.55, "from_adamw"), (10.0, "published")):
+        axes.axvline(x, color="#c8442e", lw=0.8, ls=":")
+        axes.text(x * 1.03, low + 0.94 * (high - low), label, color="#c8442e", fontsize=9)
+    axes.set_xscale("log")
+    axes.set_xticks([0.5, 1, 2, 4, 8, 16], ["0.5", "1", "2", "4", "8", "16"])
+    axes.minorticks_off()
+    axes.set_xlabel(f"learning rate, in multiples of AdamW's best ({best:g})")
+    axes.set_ylabel("validation loss")
+    millions = result["parameters"] / 1e6
+    title = f"GPT of {millions:.2g}M parameters, {result['tokens'] / 1e6:.2g}M tokens"
+    axes.set_title(f"{title}, {result['seeds']} seeds", fontsize=10)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path.with_suffix(".png"), dpi=150)
+    print(f"drew {path.with_suffix('.png')}")
+
+
 def main() -> None:
     text = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=text)
@@ -124,18 +171,29 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="cpu")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("runs/convert_rates.json"))
+    parser.add_argument("--more", action="store_true", help="keep the points of --out, add missing")
+    parser.add_argument("--draw", type=Path, help="only draw this JSON file again")
     args = parser.parse_args()
+    if args.draw:
+        return draw(args.draw)
     lab = Lab(args)
     print("optimizer                     rate or multiple, mean loss, losses of the seeds")
-    points = {"adamw": [lab.point("adamw", lr, lambda m, lr=lr: adamw(m, lr))
-                        for lr in ADAMW_RATES]}  # fmt: skip
+    points: dict[str, list[dict]] = {}
+    if args.out.exists() and args.more:
+        points = json.loads(args.out.read_text())["points"]
+    else:
+        rates = ADAMW_RATES[args.size]
+        points["adamw"] = [lab.point("adamw", x, lambda m, x=x: adamw(m, x)) for x in rates]
     best = min(points["adamw"], key=lambda p: p["mean"])["x"]
     for kind, multiples in MULTIPLES.items():
-        points[kind] = [
-            lab.point(kind, x, lambda m, x=x, kind=kind: at_multiple(m, best, kind, x))
-            for x in multiples
-        ]
+        if kind not in points:
+            points[kind] = [
+                lab.point(kind, x, lambda m, x=x, kind=kind: at_multiple(m, best, kind, x))
+                for x in multiples
+            ]
     for rule, x in (("step-size", 1.55), ("published", 10.0)):
+        if rule in points:
+            continue
 
         def chosen(model: GPT, rule: str = rule) -> MARS:
             return MARS.from_adamw(adamw(model, best), rule=rule, verbose=False)
@@ -150,6 +208,10 @@ def main() -> None:
         "tokens": lab.batch * lab.context * lab.steps, "best_adamw": best, "points": points,
     }, indent=1))  # fmt: skip
     print(f"wrote {args.out}")
+    try:
+        draw(args.out)
+    except ImportError:
+        print("no picture: install matplotlib and use --draw")
 
 
 if __name__ == "__main__":
