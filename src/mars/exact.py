@@ -38,7 +38,7 @@ def _corrected(optimizer: MARS) -> list[Tensor]:
 
 def _states(optimizer: MARS) -> list[tuple[Tensor, dict[str, Any]]]:
     """(parameter, state) of every parameter that has been stepped."""
-    found = ((p, optimizer.state.get(p, {})) for _, p in optimizer.parameters_with_group())
+    found = ((p, optimizer.state.get(p, {})) for p in optimizer._all())
     return [(p, own) for p, own in found if "step" in own]
 
 
@@ -70,7 +70,7 @@ def _evaluate_there(
     optimizer: MARS, closure: Callable[[], Any], there: dict[Tensor, Tensor]
 ) -> None:
     """Evaluate at the previous parameters; leave ours, their gradients and the RNG as they were."""
-    everyone = [p for _, p in optimizer.parameters_with_group()]
+    everyone = optimizer._all()
     devices = sorted({p.device.index for p in everyone if p.device.type == "cuda"})
     here = {p: p.detach().clone() for p in there}
     gradients = [p.grad for p in everyone]

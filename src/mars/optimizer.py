@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, overload
 
 import torch
@@ -240,10 +240,6 @@ class MARS(Optimizer):
             self._accelerator_graph_capture_health_check()
         else:
             self._cuda_graph_capture_health_check()
-
-    def parameters_with_group(self) -> Iterator[tuple[Group, Tensor]]:
-        """Every parameter with its group."""
-        return ((group, p) for group in self.param_groups for p in group["params"])
 
     def _all(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -80,10 +80,11 @@ def _adamw(batch: Batch, m: list[Tensor], c: list[Tensor]) -> list[Tensor]:
     torch._foreach_addcmul_(batch.v, square, square, 1.0 - k.beta2)
     if batch.v_max:
         torch._foreach_maximum_(batch.v_max, batch.v)
+    # (1−β₁ᵗ)·(√v/√(1−β₂ᵗ) + ε), multiplied out: one pass less.
+    b1, b2 = _bias_corrections(k.beta1, steps), _bias_corrections(k.beta2, steps)
     denominator = list(torch._foreach_sqrt(batch.v_max or batch.v))
-    torch._foreach_div_(denominator, [b**0.5 for b in _bias_corrections(k.beta2, steps)])
-    torch._foreach_add_(denominator, k.eps)
-    torch._foreach_mul_(denominator, _bias_corrections(k.beta1, steps))
+    torch._foreach_mul_(denominator, [p / q**0.5 for p, q in zip(b1, b2, strict=True)])
+    torch._foreach_add_(denominator, [k.eps * p for p in b1])
     return list(torch._foreach_div(m, denominator))
 
 
