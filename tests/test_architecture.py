@@ -16,6 +16,7 @@ LAYERS = {
     "mars.engines": 1,
     "mars.options": 1,
     "mars.state": 2,
+    "mars.dispatch": 3,
     "mars.exact": 3,
     "mars.groups": 3,
     "mars.schedules": 3,

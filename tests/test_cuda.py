@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from mars import MARS
+from mars.dispatch import engine_for
 from mars.engines import ENGINES
-from mars.optimizer import _engine
 from mars.rule import KINDS
 from mars.rule.halves import join
 from mars.state import LOW_HALF
@@ -79,7 +79,7 @@ def test_foreach_never_waits_for_the_device(kind, options) -> None:
 def test_foreach_is_chosen_as_in_torch(kind) -> None:
     x = nn.Parameter(torch.ones(3, 3, device="cuda"))
     optimizer = MARS([x], mars_type=kind)
-    assert _engine(optimizer.param_groups[0], [x]) == "foreach"
+    assert engine_for(optimizer.param_groups[0], [x]) == "foreach"
 
 
 @pytest.mark.parametrize("foreach", [True, False])

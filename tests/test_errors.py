@@ -36,7 +36,7 @@ def weight() -> nn.Parameter:
         ({"gamma": None}, "Invalid gamma: None"),
         ({"gamma": torch.ones(2)}, "Invalid gamma: .*must be one finite number"),
         ({"mars_type": "adam"}, "Invalid mars_type: 'adam'.*'mars-adamw', 'mars-lion'"),
-        ({"clip": 1.0}, "Invalid clip: 1.0.*'tensor', 'global', None"),
+        ({"clip": 1.0}, r"Invalid clip \(the norm is always 1\): 1.0.*'tensor', 'global', None"),
         ({"second_moment": "c"}, "Invalid second_moment: 'c'.*'corrected', 'raw'"),
         ({"matrix_rule": "4d"}, "Invalid matrix_rule: '4d'.*'2d', 'flatten'"),
         ({"ns_steps": 0}, "Invalid ns_steps: 0.*at least 1"),
@@ -113,3 +113,34 @@ def test_nothing_to_optimize() -> None:
         MARS([])
     with pytest.raises(TypeError, match="iterable of Tensors or dicts"):
         MARS(weight())
+
+
+def test_a_small_lr_beside_the_default_lr_1d_is_pointed_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    MARS([weight()], lr=1e-5)
+    MARS([weight(), nn.Parameter(torch.ones(3))], lr=1e-5, lr_1d=1e-5)
+    MARS([nn.Parameter(torch.ones(3))], lr=1e-5, optimize_1d=True)
+    assert not caplog.records
+    MARS([weight(), nn.Parameter(torch.ones(3))], lr=1e-5)
+    assert "lr=1e-05 is for matrices. 1 tensors" in caplog.text
+    assert "lr_1d=0.003, 300 times more" in caplog.text
+
+
+def test_an_option_changed_to_nonsense_later_is_named() -> None:
+    p = weight()
+    optimizer = MARS([p])
+    optimizer.param_groups[0]["mars_type"] = "muon"
+    p.grad = torch.ones(3, 2)
+    with pytest.raises(ValueError, match="Invalid mars_type: 'muon'"):
+        optimizer.step()
+
+
+def test_tools_for_mars_refuse_other_optimizers() -> None:
+    other = torch.optim.AdamW([weight()])
+    with pytest.raises(TypeError, match="AdamW has no gamma"):
+        mars.GammaScheduler(other, mars.schedules.constant(0.1))
+    with pytest.raises(TypeError, match="diagnose takes a MARS optimizer, not AdamW"):
+        mars.diagnose(other)
+    with pytest.raises(TypeError, match=r"use mars\.schedules\.constant"):
+        mars.GammaScheduler(MARS([weight()]), 0.1)

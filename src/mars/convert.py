@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -42,12 +43,12 @@ def from_adamw(
 ) -> MARS:
     """Return the MARS that replaces a configured ``torch.optim.AdamW``, groups kept.
 
-    ``rule="step-size"`` keeps the size of AdamW's step: lr grows by √((1+κ)² + κ²) (see
-    `noise_factor`) and weight decay shrinks by it, so that lr·λ is unchanged. For
+    ``rule="step-size"`` keeps AdamW's betas and the size of its step: lr grows by √((1+κ)² + κ²)
+    (see `noise_factor`) and weight decay shrinks by it, so that lr·λ is unchanged. For
     ``mars_type="mars-m"``, whose scale is made to match AdamW's, the factor is 1. In exact mode
     the correction adds no noise, and the factor is 1 too.
-    ``rule="published"`` does what the authors did for GPT-2: lr × 10, λ ÷ 10, and AdamW's rate
-    for the tensors that are not matrices × 5.
+    ``rule="published"`` does what the authors did for GPT-2: lr × 10, λ ÷ 10, betas (0.95, 0.99),
+    and AdamW's rate for the tensors that are not matrices × 5.
 
     Under ``"step-size"``, tensors that are not matrices go on with AdamW exactly as configured.
     Moments are not carried over: call this before training.
@@ -70,11 +71,14 @@ def from_adamw(
             )
     # A throw-away MARS validates the options and fills in the defaults.
     settings = make([{"params": []}], **options).defaults
-    factor, factor_1d = _factors(rule, settings)
+    if optimizer.state:
+        warnings.warn("from_adamw: the moments of AdamW are not carried over", stacklevel=3)
     rows = [("group", "parameters", "lr", "weight_decay", "lr of vectors", "betas")]
     groups = []
     for i, group in enumerate(optimizer.param_groups):
         lr, decay = group["lr"], group["weight_decay"]
+        betas = settings["betas"] if "betas" in options or rule == "published" else group["betas"]
+        factor, factor_1d = _factors(rule, settings, float(betas[0]))
         new = {name: group[name] for name in ("params", *KEPT) if name in group}
         new |= {name: group[name] for name in METADATA - {"params"} if name in group}
         for name in ("initial_lr", "max_lr", "min_lr", "swa_lr"):
@@ -86,6 +90,7 @@ def from_adamw(
             new["foreach"] = None if not group["capturable"] else group["foreach"]
         new |= {
             "lr": lr * factor,
+            "betas": betas,
             "weight_decay": decay / factor,
             "lr_1d": peak * factor_1d,
             "base_lr": peak * factor,
@@ -94,35 +99,34 @@ def from_adamw(
         }
         if "param_names" in new:
             new["params"] = list(zip(new.pop("param_names"), new["params"], strict=True))
-        if settings["mars_type"] == "plain-adamw":
-            new["betas"] = group["betas"]
         new |= {name: value for name, value in options.items() if name in KEPT}
         groups.append(new)
         count = sum(p.numel() for p in group["params"])
         rows.append((
-            str(i), f"{count:,}", f"{as_float(lr):.3g} -> {as_float(lr) * factor:.3g}",
-            f"{decay:.3g} -> {decay / factor:.3g}", f"{as_float(lr) * factor_1d:.3g}",
-            f"{settings['betas']}",
+            str(i), f"{count:,}", f"{peak:.3g} -> {peak * factor:.3g}",
+            f"{decay:.3g} -> {decay / factor:.3g}", f"{peak * factor_1d:.3g}",
+            f"{betas}",
         ))  # fmt: skip
     mars = make(groups, **options)
     if verbose:
         sys.stdout.write(
-            f"{settings['mars_type']} in place of AdamW, rule {rule!r}: lr x {factor:.3g}, "
-            f"weight decay / {factor:.3g}\n{format_table(rows)}\n"
+            f"{settings['mars_type']} in place of AdamW, rule {rule!r}\n{format_table(rows)}\n"
         )
     return mars
 
 
-def _factors(rule: str, settings: dict[str, Any]) -> tuple[float, float]:
+def _factors(rule: str, settings: dict[str, Any], beta1: float) -> tuple[float, float]:
     """What lr is multiplied by, for matrices and for the rest."""
-    if rule == "published":
-        return 10.0, 5.0
-    if rule != "step-size":
+    if rule not in ("step-size", "published"):
         raise ValueError(f"Invalid rule: {rule!r} (it must be 'step-size' or 'published')")
     mars_type = settings["mars_type"]
+    if rule == "published":
+        if mars_type != "mars-adamw":
+            raise ValueError(f"rule='published' is for 'mars-adamw', not {mars_type!r}")
+        return 10.0, 5.0
     if mars_type == "mars-adamw":
         exact = not settings["is_approx"]
-        return (1.0 if exact else noise_factor(settings["gamma"], settings["betas"][0])), 1.0
+        return (1.0 if exact else noise_factor(as_float(settings["gamma"]), beta1)), 1.0
     if mars_type in ("mars-m", "plain-adamw"):
         return 1.0, 1.0
     raise ValueError(

@@ -84,6 +84,8 @@ class Diagnosis:
     """Observes the steps taken inside its ``with`` block. Read it as a table or by `readings`."""
 
     def __init__(self, optimizer: MARS) -> None:
+        if not hasattr(optimizer, "_observer"):
+            raise TypeError(f"diagnose takes a MARS optimizer, not {type(optimizer).__name__}")
         self._optimizer = optimizer
         self._groups: dict[int, _Group] = defaultdict(_Group)
         self._before: list[Tensor] = []

@@ -11,6 +11,7 @@ parameters that this optimizer does not have, running statistics of batch norm) 
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mars.state import kind_of, needs_last_grad
+
+logger = logging.getLogger("mars")
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,7 +105,7 @@ def remember(optimizer: MARS, with_closure: bool) -> None:
         # All of them, also those that AdamW trains: the next h is a gradient at the whole of x.
         for p, own in _states(optimizer):
             own["last_param"] = _store(own.get("last_param"), p)
-        optimizer._h_is_current = False
+        optimizer._h = "used"
         optimizer._holds_last_param = True
         return
     if optimizer._holds_last_param:  # of a step that will no longer be the previous one
@@ -113,7 +116,8 @@ def remember(optimizer: MARS, with_closure: bool) -> None:
         return
     # A step at lr = 0 (DCP makes the state by one) leaves the parameters where h was taken.
     rates = [group["lr"] for group in optimizer.param_groups]
-    optimizer._h_is_current = all(not isinstance(lr, torch.Tensor) and lr == 0 for lr in rates)
+    if not all(not isinstance(lr, torch.Tensor) and lr == 0 for lr in rates):
+        optimizer._h = "used"
     for p in corrected:
         own = optimizer.state.get(p, {})
         if "step" in own and "previous_grad" not in own:
@@ -122,12 +126,18 @@ def remember(optimizer: MARS, with_closure: bool) -> None:
 
 def check_protocol(optimizer: MARS, with_closure: bool) -> None:
     """Refuse an exact step whose last gradients are those of the step before."""
-    if not with_closure and not optimizer._h_is_current and _corrected(optimizer):
+    if with_closure or optimizer._h == "fresh" or not _corrected(optimizer):
+        return
+    if optimizer._h == "used":
         raise RuntimeError(
             "is_approx=False needs the gradients of this batch at the previous parameters. Call "
             "optimizer.step(closure), or update_previous_grad() before and update_last_grad() "
             "after each step; or set is_approx=True"
         )
+    logger.warning(
+        "exact mode: update_last_grad() was called without a new update_previous_grad(); this step "
+        "is corrected by old gradients"
+    )
 
 
 def store_previous(optimizer: MARS) -> None:
@@ -135,6 +145,7 @@ def store_previous(optimizer: MARS) -> None:
     corrected = _corrected(optimizer)
     if corrected:
         optimizer._check_gradients()
+        optimizer._previous_is_new = True
     for p in corrected:
         if p.grad is not None:
             own = optimizer.state[p]
@@ -143,8 +154,13 @@ def store_previous(optimizer: MARS) -> None:
 
 def promote_previous(optimizer: MARS) -> None:
     """last_grad ← previous_grad."""
-    optimizer._h_is_current = True
-    for p in _corrected(optimizer):
+    corrected = _corrected(optimizer)
+    if optimizer._previous_is_new:
+        optimizer._h = "fresh"
+    elif optimizer._h == "used":
+        optimizer._h = "repeated"
+    optimizer._previous_is_new = False
+    for p in corrected:
         own = optimizer.state.get(p, {})
         if "step" in own and "previous_grad" in own:  # before its first step h is 0, by definition
             own["last_grad"] = _store(own.get("last_grad"), own["previous_grad"])

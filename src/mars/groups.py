@@ -12,6 +12,7 @@ parameter  shape    count  group       trained by   lr     weight_decay
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsIndex
 
@@ -25,7 +26,7 @@ Destination = str | dict[str, Any]
 Route = tuple[str | Callable[[str, Tensor], bool], Destination]
 
 # AdamW's options and the ones of MARS(...) that they come from.
-ADAMW_OPTIONS = {"lr": "lr_1d", "betas": "betas_1d", "weight_decay": "weight_decay_1d"}
+ADAMW_OPTIONS = {"betas": "betas_1d", "weight_decay": "weight_decay_1d"}
 
 # Options that decide the routing, with the defaults of MARS.
 ROUTED_BY = {"mars_type": "mars-adamw", "matrix_rule": "2d", "optimize_1d": False}
@@ -43,16 +44,14 @@ class ParamGroups(list[dict[str, Any]]):
         for group in self:
             for name, p in group["params"]:
                 kind = kind_of(p, {"matrix_rule": "2d", "optimize_1d": False, **group})
-                fallback = KINDS[group["mars_type"]].corrected and not KINDS[kind].corrected
-                cells = [name, str(tuple(p.shape)), f"{p.numel():,}", str(group["name"]), kind]
-                for option, source in (("lr", "lr_1d"), ("weight_decay", "weight_decay_1d")):
-                    if fallback:
-                        cells.append(str(group.get(source, source)))
-                    else:
-                        cells.append(
-                            str(group.get(option, source if _is_adamw(group) else "default"))
-                        )
-                rows.append(tuple(cells))
+                adamw = not KINDS[kind].corrected
+                rate = group.get("lr_1d", "lr_1d") if adamw else group.get("lr", "default")
+                decay = "weight_decay" if kind == group["mars_type"] else "weight_decay_1d"
+                unsaid = "weight_decay_1d" if adamw else "default"
+                rows.append((
+                    name, str(tuple(p.shape)), f"{p.numel():,}", str(group["name"]), kind,
+                    str(rate), str(group.get(decay, unsaid)),
+                ))  # fmt: skip
         return format_table(rows, right=(2,))
 
     def __str__(self) -> str:
@@ -75,6 +74,9 @@ def resolve(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
                 f"mars.param_groups, which was called with {name}={given!r}"
             )
     if _is_adamw(group):
+        # lr is the main rate and lr_1d AdamW's: who sets the lr of all groups moves both.
+        for name in ("lr", "lr_1d"):
+            group.setdefault(name, defaults[name])
         for name, source in ADAMW_OPTIONS.items():
             group.setdefault(name, defaults[source])
     return group
@@ -131,6 +133,7 @@ def param_groups(
     """
     check_known(options, "param_groups")
     check_values({**options, "mars_type": mars_type})
+    _check_routes(routes)
     usual = "adamw" if KINDS[mars_type].matrix else "mars"
     trained_by_mars = "mars" if options.get("optimize_1d") else "adamw"
     destinations: dict[str, Destination] = {
@@ -139,7 +142,9 @@ def param_groups(
         "head": usual if head is None else head,
         "vectors": trained_by_mars if vectors is None else vectors,
     }
-    named = list(model.named_parameters()) if isinstance(model, nn.Module) else list(model)
+    for what, to in destinations.items():
+        _check_destination(what, to)
+    named = _named_parameters(model)
     tables = _embedding_tables(model)
     members: dict[str, list[tuple[str, Tensor]]] = {"matrices": []}
     seen: dict[Tensor, str] = {}
@@ -150,8 +155,8 @@ def param_groups(
         role = _role(name, p, routes, tables, options.get("matrix_rule", "2d"))
         if isinstance(role, int):
             pattern, destination = routes[role]
-            what = pattern if isinstance(pattern, str) else getattr(pattern, "__name__", "")
-            role = f"route {role}: {what}"
+            text = pattern if isinstance(pattern, str) else getattr(pattern, "__name__", "")
+            role = f"route {role}: {text}"
             destinations[role] = destination
         members.setdefault(role, []).append((name, p))
     routed = {**ROUTED_BY, "mars_type": mars_type}
@@ -166,6 +171,9 @@ def param_groups(
         for role, pairs in members.items()
         if pairs
     )
+    for i, (pattern, _) in enumerate(routes):
+        if not any(role.startswith(f"route {i}:") for role in members):
+            warnings.warn(f"route {i}, {pattern!r}: no parameter was left for it", stacklevel=2)
     count = sum(len(group["params"]) for group in groups)
     if count != len(named):  # the routing is total by construction; say so if that breaks
         raise RuntimeError(f"{len(named)} parameters, but {count} were routed")
@@ -196,22 +204,53 @@ def _role(
 
 def _options(to: Destination, mars_type: str, options: dict[str, Any]) -> dict[str, Any]:
     if isinstance(to, dict):
-        check_known(to, "param_groups")
-        check_values(to)
-        return _options("adamw", mars_type, options) | to if _is_adamw(to) else {
-            "mars_type": mars_type, **options, **to
-        }  # fmt: skip
+        if not _is_adamw(to):
+            return {"mars_type": mars_type, **options, **to}
+        own = {**_options("adamw", mars_type, options), **to}
+        return {**own, "lr_1d": to["lr"]} if "lr" in to and "lr_1d" not in to else own
     if to == "mars":
         return {"mars_type": mars_type, **options}
-    if to not in ("adamw", "no-decay"):
-        raise ValueError(
-            f"unknown destination {to!r}: it must be 'mars', 'adamw', 'no-decay' or a dict of "
-            "options"
-        )
-    group = {name: value for name, value in options.items() if name not in ADAMW_OPTIONS}
+    sources = {*ADAMW_OPTIONS, *ADAMW_OPTIONS.values()}
+    group = {name: value for name, value in options.items() if name not in sources}
     for name, source in ADAMW_OPTIONS.items():
         if source in options:
             group[name] = options[source]
     if to == "no-decay":
         group["weight_decay"] = 0.0
     return {**group, "mars_type": "plain-adamw"}
+
+
+def _check_destination(what: str, to: object) -> None:
+    if isinstance(to, dict):
+        check_known(to, f"param_groups, {what}")
+        check_values(to)
+    elif to not in ("mars", "adamw", "no-decay"):
+        raise ValueError(
+            f"{what}: unknown destination {to!r}: it must be 'mars', 'adamw', 'no-decay' or a dict "
+            "of options"
+        )
+
+
+def _check_routes(routes: object) -> None:
+    if not isinstance(routes, (list, tuple)) or not all(
+        isinstance(route, (list, tuple)) and len(route) == 2 for route in routes
+    ):
+        raise TypeError(f"routes must be a list of (pattern, destination) pairs, not {routes!r}")
+    for pattern, to in routes:
+        if not isinstance(pattern, str) and not callable(pattern):
+            raise TypeError(f"route {pattern!r} must be a regular expression or a function")
+        _check_destination(f"route {pattern!r}", to)
+
+
+def _named_parameters(model: object) -> list[tuple[str, Tensor]]:
+    given: Any = model.named_parameters() if isinstance(model, nn.Module) else model
+    pairs: list[tuple[str, Tensor]] = list(given)
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(
+                "param_groups takes a module or (name, parameter) pairs, such as "
+                f"model.named_parameters(); it got {type(pair).__name__}"
+            )
+    if not pairs:
+        raise ValueError("param_groups got no parameters (an exhausted generator?)")
+    return pairs

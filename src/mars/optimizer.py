@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable
 from typing import Any, overload
 
 import torch
@@ -10,24 +11,28 @@ from torch import Tensor
 from torch.optim.optimizer import (
     Optimizer,
     ParamsT,
-    _default_to_fused_or_foreach,
     _get_scalar_dtype,
     _use_grad_for_differentiable,
 )
 
 from mars import exact, state
+from mars.dispatch import engine_for, global_length, new_batch
 from mars.engines import ENGINES, Batch
 from mars.groups import resolve
-from mars.options import as_float, check_known, check_values, plain_numbers, rate_1d
-from mars.rule import KINDS, Hyper
-from mars.rule.estimator import Scalar
-from mars.rule.newton_schulz import NewtonSchulz
+from mars.options import (
+    SMALLEST_BASE_LR,
+    as_float,
+    check_known,
+    check_values,
+    plain_numbers,
+)
 
 Group = dict[str, Any]
+logger = logging.getLogger("mars")
 
 
 class MARS(Optimizer):
-    r"""MARS: AdamW, Lion, Shampoo or Muon on a variance-reduced gradient.
+    r"""MARS: AdamW, Lion, Shampoo or Muon on a gradient corrected by the last one.
 
     With :math:`\kappa = \gamma\beta_1/(1-\beta_1)`, gradient :math:`g` and last gradient
     :math:`h` (0 before the first step):
@@ -48,8 +53,8 @@ class MARS(Optimizer):
     Args:
         params: tensors, named parameters or groups, as for any torch optimizer; or the result of
             :func:`mars.param_groups`.
-        lr: learning rate, a float or a one-element tensor. About 1.5 times that of a tuned AdamW
-            (see :meth:`from_adamw`).
+        lr: learning rate of what MARS trains (matrices), a float or a one-element tensor. A little
+            more than that of a tuned AdamW (see :meth:`from_adamw`).
         betas: decay of the first and of the second moment. Tensors are read once, here.
         eps: added to the root of the second moment (AdamW) or to the norm (Shampoo).
         weight_decay: decoupled: x shrinks by lr·weight_decay a step.
@@ -137,12 +142,32 @@ class MARS(Optimizer):
         defaults["base_lr"] = as_float(lr)
         super().__init__(params, defaults)
         self._reset_private()
+        self._warn_about_vectors()
+
+    def _warn_about_vectors(self) -> None:
+        """A small lr beside the default lr_1d is a trap: most people mean both."""
+        lr, lr_1d = self.defaults["base_lr"], self.defaults["lr_1d"]
+        if lr_1d != 3e-3 or not SMALLEST_BASE_LR < lr < lr_1d / 20:
+            return
+        vectors = sum(
+            state.kind_of(p, group) != group["mars_type"] and not group["optimize_1d"]
+            for group in self.param_groups
+            for p in group["params"]
+            if group["lr_1d"] == lr_1d
+        )
+        if vectors:
+            logger.warning(
+                "lr=%g is for matrices. %d tensors that are none (biases, norms, convolutions) are "
+                "trained by AdamW at lr_1d=%g, %.0f times more: set lr_1d, or use MARS.from_adamw",
+                lr, vectors, lr_1d, lr_1d / lr,
+            )  # fmt: skip
 
     def _reset_private(self) -> None:
         self._observer: Any = getattr(self, "_observer", None)  # see mars.diagnostics
-        # Exact mode, see mars.exact: whether the last gradients are fresh (no closure), and
-        # whether any state has the previous parameters (closure).
-        self._h_is_current = True
+        # Exact mode, see mars.exact: what the last gradients are ("fresh", "used" by a step, or
+        # "repeated"), whether previous_grad is new, and whether any state has last_param.
+        self._h = "fresh"
+        self._previous_is_new = False
         self._holds_last_param = any("last_param" in self.state.get(p, {}) for p in self._all())
 
     def add_param_group(self, param_group: Group) -> None:
@@ -153,8 +178,11 @@ class MARS(Optimizer):
         check_known(group, f"parameter group {len(self.param_groups)}")
         if group.get("weight_decay", 1.0) == 0.0:
             group.setdefault("weight_decay_1d", 0.0)
+        own_rate = group.get("lr", self.defaults["lr"])
+        if group.get("mars_type", self.defaults["mars_type"]) == "plain-adamw":
+            group.setdefault("lr_1d", as_float(own_rate))  # AdamW outright: lr is its rate
         if "lr_1d" in group:
-            group.setdefault("base_lr", as_float(group.get("lr", self.defaults["lr"])))
+            group.setdefault("base_lr", as_float(own_rate))
         check_values({**self.defaults, **group})
         super().add_param_group(plain_numbers(group))
 
@@ -178,11 +206,19 @@ class MARS(Optimizer):
         state.load(self, state_dict, super().load_state_dict)
 
     @classmethod
-    def from_adamw(cls, optimizer: torch.optim.AdamW, **options: Any) -> MARS:
-        """The MARS that replaces a configured AdamW; see :func:`mars.convert.from_adamw`."""
+    def from_adamw(
+        cls, optimizer: torch.optim.AdamW, *, rule: str = "step-size", verbose: bool = True,
+        **options: Any,
+    ) -> MARS:  # fmt: skip
+        """The MARS that replaces a configured AdamW, groups kept.
+
+        ``rule="step-size"`` keeps the size of AdamW's step, its betas and its training of vectors;
+        ``rule="published"`` is the authors' recipe (lr × 10). ``options`` are options of MARS.
+        Says what it chose if ``verbose``. See :func:`mars.convert.from_adamw`.
+        """
         from mars.convert import from_adamw
 
-        return from_adamw(optimizer, cls, **options)
+        return from_adamw(optimizer, cls, rule=rule, verbose=verbose, **options)
 
     @torch.no_grad()
     def update_previous_grad(self) -> None:
@@ -208,7 +244,8 @@ class MARS(Optimizer):
 
         Args:
             closure: clears the gradients, evaluates the loss, calls ``backward`` and returns the
-                loss. In exact mode it is evaluated twice, with the same random numbers.
+                loss. In exact mode it is evaluated twice, with the same random numbers: draw the
+                batch outside of it, and note that batch norm counts both.
             bs: accepted because the authors' snippets pass it; unused.
         """
         self._check_capture()
@@ -221,7 +258,7 @@ class MARS(Optimizer):
         exact.check_protocol(self, closure is not None)
         batches = self._collect()
         exact.remember(self, closure is not None)
-        length = self._global_length(batches)
+        length = global_length(batches)
         for batch, engine in batches:
             clip_by = None
             if batch.k.clip == "global" and batch.h:
@@ -319,62 +356,10 @@ class MARS(Optimizer):
             for i, kind in enumerate(kinds):
                 key = (kind, x[i].device, x[i].dtype)
                 if key not in split:
-                    split[key] = _new_batch(kind, group, index, x[i], t[i])
+                    split[key] = new_batch(kind, group, index, x[i], t[i])
                 split[key].add(x[i], g[i], t[i], m[i], v[i], v_max[i], h[i], low[i])
-            engine = _engine(group, x)
+            engine = engine_for(group, x)
             for batch in split.values():
                 batch.view_complex_as_real()
                 batches.append((batch, engine))
         return batches
-
-    def _global_length(self, batches: Iterable[tuple[Batch, str]]) -> dict[torch.device, Tensor]:
-        """One norm over all corrected tensors of the groups with clip="global", per device."""
-        lengths: dict[torch.device, list[Tensor]] = {}
-        for batch, engine in batches:
-            if batch.k.clip == "global" and batch.h:
-                norms = [n.double() for n in ENGINES[engine].norms(batch)]
-                lengths.setdefault(batch.x[0].device, []).append(torch.stack(norms))
-        if not lengths:
-            return {}
-        home = next(iter(lengths))
-        parts = [torch.cat(norms).to(home) for norms in lengths.values()]
-        total = torch.linalg.vector_norm(torch.cat(parts))
-        return {device: total.to(device) for device in lengths}
-
-
-def _engine(group: Group, params: list[Tensor]) -> str:
-    """The engine for a group: what it asks for, else what torch.optim would choose."""
-    foreach = group["foreach"]
-    if foreach is None:
-        _, foreach = _default_to_fused_or_foreach(params, group["differentiable"], use_fused=False)
-    return "foreach" if foreach else "reference"
-
-
-def _on_device(value: Scalar, x: Tensor) -> Scalar:
-    """A tensor option as a 0-d tensor beside x (a copy to a GPU does not wait); a float as is."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.reshape(()).to(x.device, non_blocking=True)
-
-
-def _new_batch(kind: str, group: Group, index: int, x: Tensor, t: Tensor) -> Batch:
-    one_d = not KINDS[kind].corrected and group["mars_type"] != kind
-    beta1, beta2 = group["betas_1d"] if one_d else group["betas"]
-    lr = rate_1d(group) if one_d else group["lr"]
-    hyper = Hyper(
-        lr=_on_device(lr, x),
-        beta1=beta1,
-        beta2=beta2,
-        eps=group["eps"],
-        decay=_on_device(group["weight_decay_1d"] if one_d else group["weight_decay"], x),
-        gamma=_on_device(group["gamma"], x),
-        clip=group["clip"],
-        maximize=group["maximize"],
-        raw=group["second_moment"] == "raw",
-        ns=NewtonSchulz(group["ns_steps"], group["ns_coefficients"], group["ns_dtype"]),
-    )
-    return Batch(
-        kind, hyper, index,
-        host_t=not group["capturable"] and t.device.type == "cpu",
-        keep_g=group["is_approx"] and not group["consume_grads"],
-    )  # fmt: skip

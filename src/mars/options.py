@@ -98,7 +98,7 @@ CHECKS: dict[str, tuple[str, Callable[[Any], str | None]]] = {
     "fused": ("Invalid fused", _CHOICE),
     "capturable": ("Invalid capturable", _FLAG),
     "differentiable": ("Invalid differentiable", _FLAG),
-    "clip": ("Invalid clip", _one_of("tensor", "global", None)),
+    "clip": ("Invalid clip (the norm is always 1)", _one_of("tensor", "global", None)),
     "second_moment": ("Invalid second_moment", _one_of("corrected", "raw")),
     "matrix_rule": ("Invalid matrix_rule", _one_of("2d", "flatten")),
     "ns_steps": ("Invalid ns_steps", _steps),
@@ -113,7 +113,7 @@ def check_known(names: Mapping[str, Any], where: str) -> None:
     for name in names:
         if name in CHECKS or name in METADATA:
             continue
-        close = difflib.get_close_matches(name, CHECKS, n=1)
+        close = difflib.get_close_matches(name, CHECKS, n=1, cutoff=0.7)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise TypeError(
             f"{where}: unknown option {name!r}.{hint} Options: {', '.join(CHECKS)}. "
@@ -202,7 +202,7 @@ def plain_numbers(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def rate_1d(group: Mapping[str, Any]) -> float | Tensor:
-    """The rate of AdamW for tensors that are not matrices: lr × (lr_1d / lr at construction)."""
+    """AdamW's rate: lr × (lr_1d / lr at construction), so that whatever moves lr moves it too."""
     base = float(group["base_lr"])
     lr: float | Tensor = group["lr"]
     return lr * (float(group["lr_1d"]) / base) if base > SMALLEST_BASE_LR else lr

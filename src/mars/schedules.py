@@ -74,6 +74,13 @@ class GammaScheduler:
     """
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule | Sequence[Schedule]) -> None:
+        if not all("gamma" in group for group in optimizer.param_groups):
+            raise TypeError(f"{type(optimizer).__name__} has no gamma: GammaScheduler is for MARS")
+        if not callable(schedule) and not isinstance(schedule, (list, tuple)):
+            raise TypeError(
+                f"schedule must be a function step -> gamma or a list of them, not {schedule!r}; "
+                "for a fixed value use mars.schedules.constant"
+            )
         self.optimizer = optimizer
         self.schedule = schedule if callable(schedule) else list(schedule)
         self.last_step = 0

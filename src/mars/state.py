@@ -26,6 +26,8 @@ def kind_of(p: Tensor, group: Mapping[str, Any]) -> str:
     A complex tensor counts as its real view (one more dimension), as in all of torch.optim.
     """
     mars_type: str = group["mars_type"]
+    if mars_type not in KINDS:
+        raise ValueError(f"Invalid mars_type: {mars_type!r} (it must be one of {list(KINDS)})")
     ndim = p.ndim + int(p.is_complex())
     is_matrix = ndim == 2 or (ndim > 2 and group["matrix_rule"] == "flatten")
     if is_matrix or not KINDS[mars_type].corrected:
@@ -172,7 +174,8 @@ def _check_buffers(who: str, p: Tensor, saved: Mapping[str, Any], group: Mapping
     if missing:
         raise ValueError(
             f"state of {who} lacks {missing}: the state dict is truncated, or was saved by "
-            "another optimizer. It has " + str(sorted(map(str, saved)))
+            "another optimizer, whose moments cannot be continued. It has "
+            + str(sorted(map(str, saved)))
         )
     for name, value in saved.items():
         if name == "step":
