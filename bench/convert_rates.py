@@ -1,7 +1,9 @@
 """Which rate should MARS have, given a tuned AdamW? Trains a small GPT over a grid and draws it.
 
-    python bench/convert_rates.py                         # characters of Shakespeare, CPU, ~10 min
+    python bench/convert_rates.py            # characters of Shakespeare, two CPU cores, 20 minutes
     python bench/convert_rates.py --train T.bin --valid V.bin --device cuda --size gpu
+
+The .bin files are uint16 GPT-2 tokens, as nanoGPT's data scripts write them.
 
 AdamW is tuned first; then MARS-AdamW and MARS-M run at multiples of AdamW's best rate, with
 lr x weight_decay unchanged and vectors trained as AdamW trained them, which is what
@@ -14,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
+import os
 import sys
 import time
 from pathlib import Path
@@ -32,8 +34,12 @@ SIZES = {
     "cpu": (64, 96, 3, 4, 16, 400),
     "gpu": (256, 384, 6, 6, 128, 600),
 }
-ADAMW_RATES = {"cpu": [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2], "gpu": [5e-4, 1e-3, 2e-3, 4e-3, 8e-3]}
+ADAMW_RATES = {
+    "cpu": [2e-3, 4e-3, 6e-3, 8e-3, 1e-2, 1.2e-2, 1.6e-2, 3.2e-2],
+    "gpu": [5e-4, 7e-4, 1e-3, 1.25e-3, 1.5e-3, 2e-3, 4e-3, 8e-3],
+}
 MULTIPLES = {
+    "adamw, betas of MARS": [1.0, 1.5, 2.0, 3.0],
     "mars-adamw": [0.5, 1.0, 1.55, 2.2, 3.0, 5.0, 10.0],
     "mars-adamw, AdamW's betas": [1.0, 1.25, 1.55, 2.2, 3.0],
     "mars-m": [1.0, 2.0, 4.0, 8.0, 16.0],
@@ -42,12 +48,14 @@ MULTIPLES = {
 DECAY = 0.1
 
 
-def adamw(model: GPT, lr: float) -> torch.optim.AdamW:
+def adamw(
+    model: GPT, lr: float, betas: tuple[float, float] = (0.9, 0.95), decay: float = DECAY
+) -> torch.optim.AdamW:
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim != 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     fused = next(model.parameters()).is_cuda
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=DECAY, fused=fused)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=decay, fused=fused)
 
 
 def at_multiple(model: GPT, lr: float, kind: str, multiple: float) -> torch.optim.Optimizer:
@@ -61,6 +69,8 @@ def at_multiple(model: GPT, lr: float, kind: str, multiple: float) -> torch.opti
             weight_decay=DECAY / multiple, weight_decay_1d=DECAY, **options,
         )  # fmt: skip
         return MARS(groups)
+    if kind == "adamw, betas of MARS":
+        return adamw(model, lr * multiple, betas=(0.95, 0.99), decay=DECAY / multiple)
     betas = (0.9, 0.95) if "betas" in kind else (0.95, 0.99)
     optimizer = MARS.from_adamw(adamw(model, lr), betas=betas, verbose=False)
     for group in optimizer.param_groups:
@@ -79,7 +89,7 @@ class Lab:
                 torch.from_file(path, dtype=torch.uint16, size=Path(path).stat().st_size // 2)
                 .int().to(args.device) for path in (args.train, args.valid)
             )  # fmt: skip
-            vocab, self.corpus = 50304, Path(args.train).name
+            vocab, self.corpus = 50304, args.corpus or Path(args.train).name
         else:
             train, valid, vocab = shakespeare()
             self.train, self.valid = train.to(args.device), valid.to(args.device)
@@ -131,32 +141,33 @@ def draw(path: Path) -> None:
     from matplotlib import pyplot as plt
 
     result = json.loads(path.read_text())
-    best, points = result["best_adamw"], result["points"]
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    base, points = result["base_rate"], result["points"]
+    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
     for name, label, color in (
         ("adamw", "AdamW", "#555555"),
+        ("adamw, betas of MARS", "AdamW, betas of MARS", "#aaaaaa"),
         ("mars-adamw", "MARS-AdamW", "#c8442e"),
         ("mars-adamw, AdamW's betas", "MARS-AdamW, betas of AdamW", "#e0962f"),
         ("muon", "Muon", "#7a8fa6"),
         ("mars-m", "MARS-M", "#2f6db3"),
     ):
-        xs = [p["x"] / best if name == "adamw" else p["x"] for p in points[name]]
+        xs = [p["x"] / base if name == "adamw" else p["x"] for p in points[name]]
         axes.plot(xs, [p["mean"] for p in points[name]], "o-", color=color, label=label, ms=4)
         for x, p in zip(xs, points[name], strict=True):
             axes.plot([x] * len(p["losses"]), p["losses"], "_", color=color, alpha=0.6)
     low, high = axes.get_ylim()
-    for x, label in ((1.55, "from_adamw"), (10.0, "published")):
-        axes.axvline(x, color="#c8442e", lw=0.8, ls=":")
-        axes.text(x * 1.03, low + 0.94 * (high - low), label, color="#c8442e", fontsize=9)
+    for x, label, color in ((1.245, "from_adamw", "#e0962f"), (10.0, "published", "#c8442e")):
+        axes.axvline(x, color=color, lw=0.8, ls=":")
+        axes.text(x * 1.03, low + 0.02 * (high - low), label, color=color, fontsize=9)
     axes.set_xscale("log")
     axes.set_xticks([0.5, 1, 2, 4, 8, 16], ["0.5", "1", "2", "4", "8", "16"])
     axes.minorticks_off()
-    axes.set_xlabel(f"learning rate, in multiples of AdamW's best ({best:g})")
+    axes.set_xlabel(f"learning rate, in multiples of {base:g}")
     axes.set_ylabel("validation loss")
     millions = result["parameters"] / 1e6
     title = f"GPT of {millions:.2g}M parameters, {result['tokens'] / 1e6:.2g}M tokens"
     axes.set_title(f"{title}, {result['seeds']} seeds", fontsize=10)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path.with_suffix(".png"), dpi=150)
     print(f"drew {path.with_suffix('.png')}")
@@ -169,6 +180,7 @@ def main() -> None:
     parser.add_argument("--valid", help="uint16 tokens to validate on")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--size", choices=SIZES, default="cpu")
+    parser.add_argument("--corpus", help="what the tokens are, for the record")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("runs/convert_rates.json"))
     parser.add_argument("--more", action="store_true", help="keep the points of --out, add missing")
@@ -178,34 +190,40 @@ def main() -> None:
         return draw(args.draw)
     lab = Lab(args)
     print("optimizer                     rate or multiple, mean loss, losses of the seeds")
-    points: dict[str, list[dict]] = {}
+    points: dict[str, list[dict]] = {"adamw": []}
+    base = None
     if args.out.exists() and args.more:
-        points = json.loads(args.out.read_text())["points"]
-    else:
-        rates = ADAMW_RATES[args.size]
-        points["adamw"] = [lab.point("adamw", x, lambda m, x=x: adamw(m, x)) for x in rates]
-    best = min(points["adamw"], key=lambda p: p["mean"])["x"]
+        before = json.loads(args.out.read_text())
+        points, base = before["points"], before["base_rate"]
+    done = {point["x"] for point in points["adamw"]}
+    for x in ADAMW_RATES[args.size]:
+        if x not in done:
+            points["adamw"].append(lab.point("adamw", x, lambda m, x=x: adamw(m, x)))
+    points["adamw"].sort(key=lambda point: point["x"])
+    base = base or min(points["adamw"], key=lambda p: p["mean"])["x"]
     for kind, multiples in MULTIPLES.items():
         if kind not in points:
             points[kind] = [
-                lab.point(kind, x, lambda m, x=x, kind=kind: at_multiple(m, best, kind, x))
+                lab.point(kind, x, lambda m, x=x, kind=kind: at_multiple(m, base, kind, x))
                 for x in multiples
             ]
-    for rule, x in (("step-size", 1.55), ("published", 10.0)):
+    for rule, x in (("step-size", 1.245), ("published", 10.0)):
         if rule in points:
             continue
 
         def chosen(model: GPT, rule: str = rule) -> MARS:
-            return MARS.from_adamw(adamw(model, best), rule=rule, verbose=False)
+            return MARS.from_adamw(adamw(model, base), rule=rule, verbose=False)
 
         points[rule] = [lab.point(f"from_adamw, {rule}", x, chosen)]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    device = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor()
+    device = (
+        torch.cuda.get_device_name() if args.device == "cuda" else f"{os.cpu_count()} CPU cores"
+    )
     args.out.write_text(json.dumps({
         "command": " ".join(["python", *sys.argv]), "torch": torch.__version__, "device": device,
         "corpus": lab.corpus, "size": SIZES[args.size], "seeds": args.seeds, "decay": DECAY,
         "parameters": sum(p.numel() for p in lab.model.parameters()),
-        "tokens": lab.batch * lab.context * lab.steps, "best_adamw": best, "points": points,
+        "tokens": lab.batch * lab.context * lab.steps, "base_rate": base, "points": points,
     }, indent=1))  # fmt: skip
     print(f"wrote {args.out}")
     try:

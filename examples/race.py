@@ -4,7 +4,7 @@
 
 The same model, initial weights and batches for all; two seeds. Each at its best rate of the grid in
 docs/results/convert_rates_cpu.json (for MARS-AdamW that is the rate `MARS.from_adamw` chooses).
-Takes about two minutes on two cores.
+Takes two to three minutes on two cores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import mars
 from mars import MARS
 
 CONTEXT, WIDTH, DEPTH, HEADS, BATCH = 64, 96, 3, 4, 16
-LR = 8e-3
+LR, LR_MUON = 1e-2, 1.6e-2
 MARKS = {"AdamW": "o", "MARS-AdamW": "x", "Muon": "#", "MARS-M": "+"}
 
 
@@ -37,7 +37,7 @@ def make(name: str, model: GPT) -> torch.optim.Optimizer:
     # Muon with Nesterov is MARS-M at gamma = 1 - beta_1 without clip (tests/test_rule.py).
     options = {"gamma": 0.05, "clip": None} if name == "Muon" else {}
     return MARS(mars.param_groups(model, mars_type="mars-m", vectors="no-decay", **options),
-                lr=2 * LR, lr_1d=LR, weight_decay=0.05)  # fmt: skip
+                lr=LR_MUON, lr_1d=LR_MUON / 2, weight_decay=0.05)  # fmt: skip
 
 
 def train(name: str, seed: int, steps: int, every: int, data) -> list[float]:
@@ -107,10 +107,11 @@ def main() -> None:
     print(f"\nValidation loss, mean of {args.seeds} seeds\n")
     print(draw(curves, every))
     target = curves["AdamW"][-1]
-    print(f"\n{'':12s}  final loss          steps to AdamW's final loss")
+    print("\nWhere marks meet, the last one shows; Muon and MARS-M lie on each other.")
+    print(f"\n{'':12s}  final loss, half range  steps to AdamW's final loss")
     for name, curve in curves.items():
         reached = next((i * every for i, loss in enumerate(curve) if loss <= target), None)
-        print(f"{name:12s}  {curve[-1]:.4f} +- {spread[name]:.4f}    "
+        print(f"{name:12s}  {curve[-1]:.4f} +- {spread[name]:.4f}        "
               f"{'not reached' if reached is None else reached}")  # fmt: skip
 
 

@@ -156,7 +156,7 @@ def test_unclipped_mars_m_is_muon(gamma: float, nesterov: bool) -> None:
 
 
 def test_form_without_h_equals_the_recursion() -> None:
-    """DESIGN: n = β₁n + (1−β₁)(1−γ)g, m = n + γg, while γ is constant."""
+    """n = β₁n + (1−β₁)(1−γ)g, m = n + γg, while γ is constant."""
     gamma, beta = 0.3, 0.9
     n = m = h = torch.zeros(5, dtype=torch.float64)
     for _ in range(30):

@@ -15,6 +15,9 @@ def scale(rows: int, cols: int) -> float:
 
 
 def direction(m: Tensor, beta1: float, eps: float, ns: NewtonSchulz) -> Tensor:
-    """u = √max(1, rows/cols)·NS(m/(1−β₁)) for a matrix m (or a stack of them)."""
+    """u = √max(1, rows/cols)·NS(m/(1−β₁)) for a matrix m (or a stack of them).
+
+    The iteration normalises, so that 1/(1−β₁) matters only beside ε.
+    """
     rows, cols = m.shape[-2:]
     return scale(rows, cols) * ns.shampoo(m / (1.0 - beta1), eps)

@@ -64,18 +64,18 @@ def update(
     if k.maximize:
         g, h = -g, (None if h is None else -h)
     m, v, v_max = s
-    c, kept = g, None
+    c, n = g, None
     if not KINDS[kind].corrected:
         m = average(m, g, k.beta1)
     elif h is None:
-        kept, m = average_without_h(m, g, k.gamma, k.beta1)
+        n, m = average_without_h(m, g, k.gamma, k.beta1)  # n is what the state holds
     else:
         c = correct(g, h, k.gamma, k.beta1)
         if k.clip is not None:
             c = clip(c, norm(c) if length is None else length)
         m = average(m, c, k.beta1)
 
-    if v is not None:
+    if v is not None:  # the kinds with a second moment
         v = adamw.second_moment(v, g if k.raw else c, k.beta2)
         v_max = torch.maximum(v_max, v) if v_max is not None else None
         denominator = v if v_max is None else v_max
@@ -88,4 +88,4 @@ def update(
         u = moonlight.direction(m.flatten(1), k.ns).reshape(m.shape)
 
     x = x - k.lr * (u + k.decay * x)
-    return x, Moments(m if kept is None else kept, v, v_max)
+    return x, Moments(m if n is None else n, v, v_max)
