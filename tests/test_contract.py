@@ -287,6 +287,30 @@ def test_differentiable_passes_gradcheck(kind: str, shape: tuple[int, ...]) -> N
         assert torch.autograd.gradcheck(fn, inputs)
 
 
+@pytest.mark.parametrize("shape", [(4, 3), (5,)])
+@every_kind
+def test_gradients_reach_the_hyper_parameters(kind: str, shape: tuple[int, ...]) -> None:
+    """lr, betas, weight decay and gamma of a differentiable step, by gradcheck."""
+    x, g0, g1 = (0.1 + torch.rand(3, *shape, dtype=torch.float64)).unbind()
+
+    def fn(lr, beta1, beta2, decay, gamma):
+        p = x.clone()
+        optimizer = MARS(
+            [p], lr=lr, betas=(beta1, beta2), weight_decay=decay, gamma=gamma, mars_type=kind,
+            optimize_1d=True, differentiable=True, ns_dtype="float64", ns_steps=2, eps=1e-3,
+        )  # fmt: skip
+        for g in (g0, g1):
+            p.grad = g.clone()
+            optimizer.step()
+        return p
+
+    values = (0.05, 0.9, 0.95, 0.1, 0.2)
+    inputs = [torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in values]
+    assert torch.autograd.gradcheck(fn, inputs)
+    (grad,) = torch.autograd.grad(fn(*inputs).sum(), inputs[0])
+    assert grad != 0
+
+
 def compiled(kind: str, backend, dtype=torch.float32, **options):
     """Ten scheduled steps, compiled and eager side by side; returns the largest difference."""
 

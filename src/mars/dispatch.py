@@ -39,8 +39,8 @@ def new_batch(kind: str, group: Group, index: int, x: Tensor, t: Tensor) -> Batc
     lr = group["lr"] if KINDS[kind].corrected else rate_1d(group)
     hyper = Hyper(
         lr=_on_device(lr, x),
-        beta1=beta1,
-        beta2=beta2,
+        beta1=_on_device(beta1, x),
+        beta2=_on_device(beta2, x),
         eps=group["eps"],
         decay=_on_device(group["weight_decay_1d"] if one_d else group["weight_decay"], x),
         gamma=_on_device(group["gamma"], x),

@@ -55,7 +55,8 @@ class MARS(Optimizer):
             :func:`mars.param_groups`.
         lr: learning rate of what MARS trains (matrices), a float or a one-element tensor. A little
             more than that of a tuned AdamW (see :meth:`from_adamw`).
-        betas: decay of the first and of the second moment. Tensors are read once, here.
+        betas: decay of the first and of the second moment. Tensors are read once, here,
+            unless ``differentiable``.
         eps: added to the root of the second moment (AdamW) or to the norm (Shampoo).
         weight_decay: decoupled: x shrinks by lr·weight_decay a step.
         amsgrad: divide by the largest second moment so far.
@@ -137,7 +138,7 @@ class MARS(Optimizer):
             "consume_grads": consume_grads,
         }  # fmt: skip
         check_values(defaults)
-        defaults = plain_numbers(defaults)
+        defaults = plain_numbers(defaults, differentiable)
         # What lr_1d is measured against, whatever lr becomes.
         defaults["base_lr"] = as_float(lr)
         super().__init__(params, defaults)
@@ -184,7 +185,8 @@ class MARS(Optimizer):
         if "lr_1d" in group:
             group.setdefault("base_lr", as_float(own_rate))
         check_values({**self.defaults, **group})
-        super().add_param_group(plain_numbers(group))
+        differentiable = group.get("differentiable", self.defaults["differentiable"])
+        super().add_param_group(plain_numbers(group, differentiable))
 
     def __setstate__(self, state_: dict[str, Any]) -> None:
         super().__setstate__(state_)

@@ -188,14 +188,15 @@ def _check_together(options: Mapping[str, Any]) -> None:
             )
 
 
-def plain_numbers(options: dict[str, Any]) -> dict[str, Any]:
+def plain_numbers(options: dict[str, Any], differentiable: bool) -> dict[str, Any]:
     """Write checked numbers as Python's own, which weights_only loading takes; return the dict.
 
-    Tensor betas are read here, once; other tensors stay.
+    Tensor betas are read here, once, unless a gradient shall reach them; other tensors stay.
     """
     for name, value in options.items():
         if name in ("betas", "betas_1d"):
-            options[name] = (as_float(value[0]), as_float(value[1]))
+            if not (differentiable and isinstance(value[0], Tensor)):
+                options[name] = (as_float(value[0]), as_float(value[1]))
         elif name in CHECKS and _is(Real, value):
             options[name] = int(value) if _is(Integral, value) else float(value)
     return options

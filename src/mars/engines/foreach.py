@@ -46,7 +46,7 @@ def _estimate(batch: Batch, length: Tensor | None) -> tuple[list[Tensor], list[T
     g = _wide(batch.g, batch.m[0])
     if batch.kind == "plain-adamw":
         c = list(torch._foreach_neg(g)) if k.maximize else g
-        torch._foreach_lerp_(batch.m, c, 1.0 - k.beta1)
+        torch._foreach_lerp_(batch.m, c, 1.0 - float(k.beta1))
         return batch.m, c
     if not batch.h:
         c = list(torch._foreach_neg(g)) if k.maximize else g
@@ -64,11 +64,11 @@ def _estimate(batch: Batch, length: Tensor | None) -> tuple[list[Tensor], list[T
             torch._foreach_div_(c, length.clamp(min=1.0))
     if k.maximize:
         torch._foreach_neg_(c)
-    torch._foreach_lerp_(batch.m, c, 1.0 - k.beta1)
+    torch._foreach_lerp_(batch.m, c, 1.0 - float(k.beta1))
     return batch.m, c
 
 
-def _bias_corrections(beta: float, steps: Sequence[Scalar]) -> list[Any]:
+def _bias_corrections(beta: Scalar, steps: Sequence[Scalar]) -> list[Any]:
     """1 − βᵗ for each tensor: all floats or all 0-d tensors, as foreach wants them."""
     return [1.0 - beta**t for t in steps]
 
@@ -77,7 +77,7 @@ def _adamw(batch: Batch, m: list[Tensor], c: list[Tensor]) -> list[Tensor]:
     k, steps = batch.k, batch.steps()
     square = _wide(batch.g, batch.m[0]) if k.raw else c
     torch._foreach_mul_(batch.v, k.beta2)
-    torch._foreach_addcmul_(batch.v, square, square, 1.0 - k.beta2)
+    torch._foreach_addcmul_(batch.v, square, square, 1.0 - float(k.beta2))
     if batch.v_max:
         torch._foreach_maximum_(batch.v_max, batch.v)
     # (1−β₁ᵗ)·(√v/√(1−β₂ᵗ) + ε), multiplied out: one pass less.

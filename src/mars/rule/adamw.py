@@ -7,12 +7,12 @@ from torch import Tensor
 from mars.rule.estimator import Scalar
 
 
-def second_moment(v: Tensor, c: Tensor, beta2: float) -> Tensor:
+def second_moment(v: Tensor, c: Tensor, beta2: Scalar) -> Tensor:
     """v ← β₂·v + (1−β₂)·c²."""
     return beta2 * v + (1.0 - beta2) * c * c
 
 
-def direction(m: Tensor, v: Tensor, t: Scalar, beta1: float, beta2: float, eps: float) -> Tensor:
+def direction(m: Tensor, v: Tensor, t: Scalar, beta1: Scalar, beta2: Scalar, eps: float) -> Tensor:
     """u = (m/(1−β₁ᵗ)) / (√v/√(1−β₂ᵗ) + ε)."""
     m_hat = m / (1.0 - beta1**t)
     return m_hat / (v.sqrt() / (1.0 - beta2**t) ** 0.5 + eps)

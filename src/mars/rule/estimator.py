@@ -8,12 +8,12 @@ from torch import Tensor
 Scalar = float | Tensor
 
 
-def kappa(gamma: Scalar, beta1: float) -> Scalar:
+def kappa(gamma: Scalar, beta1: Scalar) -> Scalar:
     """κ = γ·β₁/(1−β₁), the weight of the correction."""
     return gamma * (beta1 / (1.0 - beta1))
 
 
-def correct(g: Tensor, h: Tensor, gamma: Scalar, beta1: float) -> Tensor:
+def correct(g: Tensor, h: Tensor, gamma: Scalar, beta1: Scalar) -> Tensor:
     """c = g + κ·(g − h)."""
     return g + kappa(gamma, beta1) * (g - h)
 
@@ -29,12 +29,14 @@ def clip(c: Tensor, length: Tensor) -> Tensor:
     return c / length.clamp(min=1.0)
 
 
-def average(m: Tensor, c: Tensor, beta1: float) -> Tensor:
+def average(m: Tensor, c: Tensor, beta1: Scalar) -> Tensor:
     """m ← β₁·m + (1−β₁)·c."""
+    if isinstance(beta1, Tensor):  # lerp wants its weight in m's dtype
+        return beta1 * m + (1.0 - beta1) * c
     return torch.lerp(m, c, 1.0 - beta1)
 
 
-def average_without_h(n: Tensor, g: Tensor, gamma: Scalar, beta1: float) -> tuple[Tensor, Tensor]:
+def average_without_h(n: Tensor, g: Tensor, gamma: Scalar, beta1: Scalar) -> tuple[Tensor, Tensor]:
     """The same average for an unclipped approximate step, without storing h.
 
     n ← β₁·n + (1−β₁)(1−γ)·g and m = n + γ·g. Equal to ``correct`` then ``average`` while γ and

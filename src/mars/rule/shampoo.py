@@ -6,6 +6,7 @@ import math
 
 from torch import Tensor
 
+from mars.rule.estimator import Scalar
 from mars.rule.newton_schulz import NewtonSchulz
 
 
@@ -14,7 +15,7 @@ def scale(rows: int, cols: int) -> float:
     return math.sqrt(max(1.0, rows / cols)) if cols else 1.0
 
 
-def direction(m: Tensor, beta1: float, eps: float, ns: NewtonSchulz) -> Tensor:
+def direction(m: Tensor, beta1: Scalar, eps: float, ns: NewtonSchulz) -> Tensor:
     """u = √max(1, rows/cols)·NS(m/(1−β₁)) for a matrix m (or a stack of them).
 
     The iteration normalises, so that 1/(1−β₁) matters only beside ε.

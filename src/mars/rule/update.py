@@ -33,8 +33,8 @@ class Hyper(NamedTuple):
     """The hyper-parameters of a step."""
 
     lr: Scalar
-    beta1: float
-    beta2: float
+    beta1: Scalar
+    beta2: Scalar
     eps: float
     decay: Scalar
     gamma: Scalar = 0.0
