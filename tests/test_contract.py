@@ -378,6 +378,7 @@ def test_state_dict_is_safe_to_load(tmp_path) -> None:
         torch.save(optimizer.state_dict(), tmp_path / "state.pt")
         loaded = torch.load(tmp_path / "state.pt", weights_only=True)
         optimizer.load_state_dict(loaded)
+        assert float(optimizer.state[weight]["step"]) == 1
 
 
 def test_no_public_attribute_changes_behaviour() -> None:

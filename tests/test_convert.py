@@ -152,7 +152,7 @@ def test_a_scheduler_that_warms_up_is_already_attached() -> None:
 
 def test_to_plain_adamw_and_to_a_subclass() -> None:
     class Mine(MARS):
-        pass
+        """Somebody's own."""
 
     old = adamw(model())
     new = Mine.from_adamw(old, mars_type="plain-adamw", verbose=False)

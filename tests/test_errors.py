@@ -93,7 +93,8 @@ def test_unknown_option_is_a_type_error() -> None:
 
 
 def test_a_group_may_carry_notes_of_schedulers_and_people() -> None:
-    MARS([{"params": [weight()], "name": "head", "initial_lr": 0.1, "lr_scale": 2.0}])
+    optimizer = MARS([{"params": [weight()], "name": "head", "initial_lr": 0.1, "lr_scale": 2.0}])
+    assert optimizer.param_groups[0]["name"] == "head"
 
 
 @pytest.mark.parametrize("foreach", [True, False])

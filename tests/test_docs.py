@@ -1,0 +1,69 @@
+"""The snippets of the README run, links lead somewhere, and figures are those of the results."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)
+
+
+def surroundings() -> dict:
+    """What a reader has before the snippet: a model, data, a loop."""
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 7))
+    batches = list(torch.randint(0, 7, (4, 5)))
+    names: dict = {"model": model, "loader": batches, "pairwise": pairwise}
+
+    def loss_of(model, batch):
+        return nn.functional.cross_entropy(model(batch), batch)
+
+    def closure():
+        names["optimizer"].zero_grad()
+        loss = loss_of(model, batches[0])
+        loss.backward()
+        return loss
+
+    def train_step():
+        names["optimizer"].step(closure)
+
+    names |= {"loss_of": loss_of, "closure": closure, "train_step": train_step}
+    names["adamw"] = torch.optim.AdamW(model.parameters())
+    names["loss"] = loss_of(model, batches[0])
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_snippets_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = surroundings()
+    for block in blocks(page):
+        if page.name != "README.md":  # which is read from top to bottom and says its imports
+            names = surroundings()
+            exec("import mars\nfrom mars import MARS\noptimizer = MARS(model.parameters())", names)
+        exec(block, names)
+        assert names["optimizer"].param_groups
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def test_figures_of_the_readme_are_those_of_the_results() -> None:
+    points = json.loads((ROOT / "docs/results/convert_rates_h200.json").read_text())["points"]
+    best = {name: min(p["mean"] for p in rows) for name, rows in points.items()}
+    text = (ROOT / "README.md").read_text()
+    for name in ("adamw", "mars-adamw", "mars-adamw, AdamW's betas", "muon", "mars-m"):
+        assert f"({best[name]:.3f})" in text, (name, best[name])
