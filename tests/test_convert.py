@@ -160,3 +160,14 @@ def test_to_plain_adamw_and_to_a_subclass() -> None:
     for a, b in zip(old.param_groups, new.param_groups, strict=True):
         for name in ("lr", "betas", "eps", "weight_decay"):
             assert a[name] == b[name]
+
+
+def test_moments_that_are_lost_are_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
+    old = adamw(model())
+    for group in old.param_groups:
+        for p in group["params"]:
+            p.grad = torch.randn_like(p)
+    old.step()
+    new = MARS.from_adamw(old, verbose=False)
+    assert "moments of AdamW are not carried over" in caplog.text
+    assert not new.state

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -16,6 +16,8 @@ from mars.rule.estimator import kappa
 
 if TYPE_CHECKING:
     from mars.optimizer import MARS
+
+logger = logging.getLogger("mars")
 
 KEPT = ("eps", "amsgrad", "maximize", "foreach", "capturable", "differentiable")
 
@@ -72,7 +74,7 @@ def from_adamw(
     # A throw-away MARS validates the options and fills in the defaults.
     settings = make([{"params": []}], **options).defaults
     if optimizer.state:
-        warnings.warn("from_adamw: the moments of AdamW are not carried over", stacklevel=3)
+        logger.warning("from_adamw: the moments of AdamW are not carried over")
     rows = [("group", "parameters", "lr", "weight_decay", "lr of vectors", "betas")]
     groups = []
     for i, group in enumerate(optimizer.param_groups):
