@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -424,3 +426,15 @@ def test_dtensor_steps_like_its_tensor(kind: str, foreach: bool, one_rank_mesh) 
         first.step()
         second.step()
     torch.testing.assert_close(sharded.full_tensor(), plain.data, rtol=1e-5, atol=1e-6)
+
+
+def test_imported_under_another_default_device() -> None:
+    """What the library makes at import belongs to the CPU, whatever the default device is then."""
+    code = (
+        "import torch; torch.set_default_device('meta'); from mars import MARS; "
+        "p = torch.nn.Parameter(torch.ones(2, 2, device='cpu')); "
+        "p.grad = torch.ones(2, 2, device='cpu'); "
+        "o = MARS([p], foreach=True); o.step(); print(float(o.state[p]['step']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "1.0", done.stderr

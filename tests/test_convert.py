@@ -23,6 +23,20 @@ def adamw(m: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), eps=1e-7, weight_decay=0.1)
 
 
+def assert_vectors_agree(first, old, second, new, steps: int) -> None:
+    """Two models under the same gradients: what is not a matrix moves alike."""
+    pairs = list(zip(first.parameters(), second.parameters(), strict=True))
+    for _ in range(steps):
+        for p, q in pairs:
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        old.step()
+        new.step()
+    for p, q in pairs:
+        if p.ndim == 1:
+            torch.testing.assert_close(p, q)
+
+
 def test_step_size_rule_keeps_lr_times_decay() -> None:
     m = model()
     old = adamw(m)
@@ -46,15 +60,7 @@ def test_vectors_go_on_exactly_as_adamw_trained_them() -> None:
     first, second = model(), model()
     second.load_state_dict(first.state_dict())
     old, new = adamw(first), MARS.from_adamw(adamw(second), verbose=False)
-    for _ in range(5):
-        for p, q in zip(first.parameters(), second.parameters(), strict=True):
-            p.grad = torch.randn_like(p)
-            q.grad = p.grad.clone()
-        old.step()
-        new.step()
-    for p, q in zip(first.parameters(), second.parameters(), strict=True):
-        if p.ndim == 1:
-            torch.testing.assert_close(p, q)
+    assert_vectors_agree(first, old, second, new, steps=5)
 
 
 def test_published_rule() -> None:
@@ -140,14 +146,7 @@ def test_a_scheduler_that_warms_up_is_already_attached() -> None:
             assert group["lr"] == 0.0
             group["lr"] = 1e-3 * factor
     assert new.param_groups[0]["initial_lr"] == pytest.approx(6e-4 * noise_factor(0.025, 0.9))
-    for p, q in zip(first.parameters(), second.parameters(), strict=True):
-        p.grad = torch.randn_like(p)
-        q.grad = p.grad.clone()
-    old.step()
-    new.step()
-    for p, q in zip(first.parameters(), second.parameters(), strict=True):
-        if p.ndim == 1:
-            torch.testing.assert_close(p, q)
+    assert_vectors_agree(first, old, second, new, steps=1)
 
 
 def test_to_plain_adamw_and_to_a_subclass() -> None:

@@ -164,3 +164,18 @@ def test_the_optimizer_may_change_while_observed() -> None:
                 optimizer.add_param_group({"params": [q]})
     assert [r.tensors for r in diagnosis.readings] == [1, 1]
     assert diagnosis.readings[0].clipped is not None
+
+
+def test_many_tensors_are_told_apart() -> None:
+    params = [nn.Parameter(torch.zeros(2 + i % 5, 3)) for i in range(40)]
+    params.append(nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
+    optimizer = MARS(params, gamma=0.0, clip=None, mars_type="mars-lion")
+    with mars.diagnose(optimizer) as diagnosis:
+        for _ in range(3):
+            for i, p in enumerate(params):
+                p.grad = torch.full_like(p, i + 1.0)
+            optimizer.step()
+    reading = diagnosis.readings[0]
+    assert reading.tensors == 41
+    lengths = [(i + 1) * p.numel() ** 0.5 for i, p in enumerate(params)]
+    assert reading.c_norm == pytest.approx(sum(lengths) / 41)

@@ -77,7 +77,7 @@ class _Group:
     cosine: list[Tensor] = field(default_factory=list)
     moved: list[Tensor] = field(default_factory=list)  # Σ Δx² of a batch
     elements: int = 0
-    tensors: dict[int, _Tensor] = field(default_factory=dict)
+    tensors: dict[Tensor, _Tensor] = field(default_factory=dict)
 
 
 class Diagnosis:
@@ -89,7 +89,7 @@ class Diagnosis:
         self._optimizer = optimizer
         self._groups: dict[int, _Group] = defaultdict(_Group)
         self._before: list[Tensor] = []
-        self._last: dict[int, Tensor] = {}  # last gradients of tensors whose state has none
+        self._last: dict[Tensor, Tensor] = {}  # last gradients of tensors whose state has none
         self._steps = 0
 
     def __enter__(self) -> Diagnosis:
@@ -119,7 +119,7 @@ class Diagnosis:
         group.kappa = float(kappa(batch.k.gamma, batch.k.beta1))
         wide = batch.m[0].dtype
         for i, g in enumerate(batch.g):
-            key = id(batch.m[i].untyped_storage())
+            key = batch.t[i]  # one a parameter, written in place, never a view
             h = batch.h[i] if batch.h else self._last.get(key)
             if not batch.h:
                 self._last[key] = g.clone()

@@ -30,6 +30,8 @@ from mars.options import (
 Group = dict[str, Any]
 logger = logging.getLogger("mars")
 
+DEFAULT_LR_1D = 3e-3
+
 
 class MARS(Optimizer):
     r"""MARS: AdamW, Lion, Shampoo or Muon on a gradient corrected by the last one.
@@ -110,7 +112,7 @@ class MARS(Optimizer):
         is_approx: bool = True,
         mars_type: str = "mars-adamw",
         optimize_1d: bool = False,
-        lr_1d: float = 3e-3,
+        lr_1d: float = DEFAULT_LR_1D,
         betas_1d: tuple[float, float] = (0.9, 0.95),
         weight_decay_1d: float = 0.1,
         *,
@@ -148,7 +150,7 @@ class MARS(Optimizer):
     def _warn_about_vectors(self) -> None:
         """A small lr beside the default lr_1d is a trap: most people mean both."""
         lr, lr_1d = self.defaults["base_lr"], self.defaults["lr_1d"]
-        if lr_1d != 3e-3 or not SMALLEST_BASE_LR < lr < lr_1d / 20:
+        if lr_1d != DEFAULT_LR_1D or not SMALLEST_BASE_LR < lr < lr_1d / 20:
             return
         vectors = sum(
             state.kind_of(p, group) != group["mars_type"] and not group["optimize_1d"]

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from mars.engines.batch import Batch, Cell
-from mars.rule import moonlight, shampoo
+from mars.rule import KINDS, moonlight, shampoo
 from mars.rule.estimator import Scalar, kappa
 from mars.rule.halves import join, split
 
-_ONE = torch.tensor(1.0)
+_ONE = torch.tensor(1.0, device="cpu")  # whatever the default device is at import
 
 
 def _wide(tensors: list[Tensor], like: Tensor) -> list[Tensor]:
@@ -44,12 +44,11 @@ def _estimate(batch: Batch, length: Tensor | None) -> tuple[list[Tensor], list[T
     """Average into m; return (m, c̃), where c̃ is g itself if there is no correction to store."""
     k = batch.k
     g = _wide(batch.g, batch.m[0])
-    if batch.kind == "plain-adamw":
-        c = list(torch._foreach_neg(g)) if k.maximize else g
-        torch._foreach_lerp_(batch.m, c, 1.0 - float(k.beta1))
-        return batch.m, c
     if not batch.h:
         c = list(torch._foreach_neg(g)) if k.maximize else g
+        if not KINDS[batch.kind].corrected:
+            torch._foreach_lerp_(batch.m, c, 1.0 - float(k.beta1))
+            return batch.m, c
         torch._foreach_mul_(batch.m, k.beta1)
         torch._foreach_add_(batch.m, torch._foreach_mul(c, (1.0 - k.beta1) * (1.0 - k.gamma)))
         m = list(torch._foreach_mul(c, k.gamma))
