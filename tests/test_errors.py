@@ -74,7 +74,6 @@ def test_wrong_value(options: dict, message: str) -> None:
         ({"foreach": True, "fused": True}, "`fused` and `foreach` cannot be `True` together"),
         ({"fused": True, "differentiable": True}, "`fused` does not support `differentiable`"),
         ({"foreach": True, "differentiable": True}, "`foreach` does not support `differentiable`"),
-        ({"fused": True}, "no fused engine"),
     ],
     ids=str,
 )
@@ -145,3 +144,35 @@ def test_tools_for_mars_refuse_other_optimizers() -> None:
         mars.diagnose(other)
     with pytest.raises(TypeError, match=r"use mars\.schedules\.constant"):
         mars.GammaScheduler(MARS([weight()]), 0.1)
+
+
+def test_fused_says_why_it_is_not_possible_and_adds_nothing() -> None:
+    wide = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match=r"`fused=True` is not possible.*float64"):
+        MARS([wide], fused=True)
+    optimizer = MARS([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(RuntimeError, match="float64"):
+        optimizer.add_param_group({"params": [wide], "fused": True})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_fused_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(RuntimeError, match="on cpu: it needs a CUDA device"):
+        MARS([torch.nn.Parameter(torch.ones(2))], fused=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_grad_norm": 0}, "max_grad_norm: must be None or a positive number"),
+        ({"max_grad_norm": "1"}, "Invalid max_grad_norm"),
+        ({"state_dtype": "int4"}, "state_dtype: must be None, one of 'float32', 'bfloat16'"),
+        ({"state_dtype": {"exp": "8bit"}}, "Invalid state_dtype"),
+        ({"max_grad_norm": 1.0, "is_approx": False}, "max_grad_norm needs is_approx=True"),
+    ],
+    ids=str,
+)
+def test_new_options_are_checked(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MARS([torch.nn.Parameter(torch.ones(2))], **options)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from choice import choose
 from mars import MARS
-from mars.engines import ENGINES
+from mars.engines import available
 from mars.rule import KINDS
 
 
@@ -64,16 +65,20 @@ def train_by_protocol(model, batches, **options):
 
 @pytest.mark.parametrize("clip", ["tensor", "global", None])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", available())
 def test_closure_and_protocol_walk_the_same_way(engine: str, kind: str, clip: str | None) -> None:
-    options = {"mars_type": kind, "foreach": engine == "foreach", "clip": clip, "gamma": 0.5}
+    options = {"mars_type": kind, **choose(engine), "clip": clip, "gamma": 0.5}
     options |= {"lr": 0.05, "ns_dtype": "float64"}
     first, second = make_model(), make_model()
-    _, losses = train_by_closure(first, make_batches(8), **options)
-    _, same = train_by_protocol(second, make_batches(8), **options)
-    assert losses == pytest.approx(same, rel=1e-12)
+    tolerance = 1e-12
+    if engine == "fused":  # float32 and less; a rounding may differ where the closure copies
+        first, second, tolerance = first.float(), second.float(), 1e-5
+    batches = [b.to(next(first.parameters()).dtype) for b in make_batches(8)]
+    _, losses = train_by_closure(first, batches, **options)
+    _, same = train_by_protocol(second, batches, **options)
+    assert losses == pytest.approx(same, rel=tolerance)
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 def test_exact_gradient_is_that_of_this_batch_at_the_previous_parameters() -> None:

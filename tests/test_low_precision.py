@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from choice import choose
 from mars import MARS
-from mars.engines import ENGINES
+from mars.engines import available
 from mars.rule import KINDS
 from mars.rule.halves import join
 from mars.state import LOW_HALF
@@ -15,12 +16,12 @@ from mars.state import LOW_HALF
 HALF = [torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", available())
 @pytest.mark.parametrize("dtype", HALF)
 def test_updates_below_half_an_ulp_add_up(engine: str, dtype: torch.dtype) -> None:
     """4,000 steps of 1e-6 from 1: a bare bfloat16 or float16 weight would not move at all."""
     p = nn.Parameter(torch.ones(2, 2, dtype=dtype))
-    optimizer = MARS([p], lr=1e-6, mars_type="mars-lion", clip=None, foreach=engine == "foreach")
+    optimizer = MARS([p], lr=1e-6, mars_type="mars-lion", clip=None, **choose(engine))
     assert torch.equal(p - 1e-6, p)
     for _ in range(4000):
         p.grad = torch.ones_like(p)
@@ -32,14 +33,14 @@ def test_updates_below_half_an_ulp_add_up(engine: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", available())
 def test_the_pair_of_halves_is_the_float32_run_bit_for_bit(engine: str, kind: str) -> None:
     """Same (16-bit) gradients: the trajectory of a bfloat16 weight is that of a float32 one."""
     shapes = [(8, 6), (6, 8), (7,), (2, 3, 2, 2)]
     start = [torch.randn(s).bfloat16() for s in shapes]
     half = [nn.Parameter(x.clone()) for x in start]
     full = [nn.Parameter(x.float()) for x in start]
-    options = {"lr": 1e-4, "mars_type": kind, "foreach": engine == "foreach", "weight_decay": 0.1}
+    options = {"lr": 1e-4, "mars_type": kind, **choose(engine), "weight_decay": 0.1}
     first, second = MARS(half, **options), MARS(full, **options)
     for _ in range(20):
         for p, q in zip(half, full, strict=True):
@@ -119,12 +120,12 @@ def test_memory_is_what_the_documentation_says() -> None:
     assert bytes_of(torch.bfloat16, mars_type="plain-adamw") == 10
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", available())
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_weight_set_to_zero_from_outside_is_zero(engine: str, dtype: torch.dtype) -> None:
     """Pruning masks and clamps: a low half may not borrow from the bits of a zero."""
     p = nn.Parameter(torch.randn(64, 64).to(dtype))
-    optimizer = MARS([p], lr=1e-3, foreach=engine == "foreach")
+    optimizer = MARS([p], lr=1e-3, **choose(engine))
     for _ in range(3):
         p.grad = torch.randn_like(p)
         optimizer.step()

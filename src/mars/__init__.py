@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from mars import schedules
 from mars.diagnostics import diagnose
+from mars.explain import explain
 from mars.groups import param_groups
 from mars.optimizer import MARS
 from mars.schedules import GammaScheduler
@@ -13,4 +14,4 @@ try:
 except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0+unknown"
 
-__all__ = ["MARS", "GammaScheduler", "diagnose", "param_groups", "schedules"]
+__all__ = ["MARS", "GammaScheduler", "diagnose", "explain", "param_groups", "schedules"]

@@ -3,27 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
-from mars.engines import ENGINES, Batch
-from mars.options import rate_1d
+from mars.engines import Batch, foreach, interpreted, reference
+from mars.options import ratio_1d, state_format
 from mars.rule import KINDS, Hyper
 from mars.rule.estimator import Scalar
 from mars.rule.newton_schulz import NewtonSchulz
 
 Group = dict[str, Any]
 
+FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NORMS = {"reference": reference.norms, "foreach": foreach.norms}
+
 
 def engine_for(group: Group, params: list[Tensor]) -> str:
-    """The engine for a group: what it asks for, else what torch.optim would choose."""
-    foreach = group["foreach"]
-    if foreach is None:
-        _, foreach = _default_to_fused_or_foreach(params, group["differentiable"], use_fused=False)
-    return "foreach" if foreach else "reference"
+    """The engine for tensors that fused does not take: what is asked for, or as in torch.optim."""
+    chosen = group["foreach"]
+    if chosen is None:
+        _, chosen = _default_to_fused_or_foreach(params, group["differentiable"], use_fused=False)
+    return "foreach" if chosen else "reference"
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def why_not_fused(group: Group, p: Tensor) -> str | None:
+    """Why this tensor of this group is not stepped by the fused engine; None if it is."""
+    if group["fused"] is False or (group["fused"] is None and group["foreach"] is not None):
+        return "fused=False" if group["fused"] is False else f"foreach={group['foreach']}"
+    if group["differentiable"]:
+        return "differentiable=True"
+    if not _has_triton():
+        return "Triton is not installed"
+    if not interpreted() or group["fused"] is None:
+        if p.device.type != "cuda":
+            return f"on {p.device.type}: it needs a CUDA device"
+        if torch.version.cuda is None:
+            return "it is tested on NVIDIA GPUs only"
+    if type(p.data) is not Tensor:
+        return f"a {type(p.data).__name__}"
+    if p.dtype not in FUSED_DTYPES:
+        return f"{p.dtype}: it takes float32, bfloat16 and float16"
+    if not p.is_contiguous():
+        return "not contiguous"
+    for name in ("lr", "gamma"):
+        value = group[name]
+        if isinstance(value, Tensor) and value.is_cuda and value.dtype != torch.float32:
+            return f"{name} is a tensor of {value.dtype}: it takes float32 on a GPU"
+    if torch.compiler.is_compiling():
+        return "torch.compile traces foreach instead"
+    return None
 
 
 def _on_device(value: Scalar, x: Tensor) -> Scalar:
@@ -33,27 +71,60 @@ def _on_device(value: Scalar, x: Tensor) -> Scalar:
     return value.reshape(()).to(x.device, non_blocking=True)
 
 
-def new_batch(kind: str, group: Group, index: int, x: Tensor, t: Tensor) -> Batch:
+def _for_kernel(value: Scalar) -> Scalar:
+    """A tensor on the CPU is read here; one on the GPU by the kernel."""
+    return float(value) if isinstance(value, Tensor) and not value.is_cuda else value
+
+
+def set_numbers(batch: Batch, group: Group, x: Tensor, fused: bool) -> None:
+    """Give the batch the group's numbers as they are now."""
+    kind = batch.kind
     one_d = not KINDS[kind].corrected and group["mars_type"] != kind
     beta1, beta2 = group["betas_1d"] if one_d else group["betas"]
-    lr = group["lr"] if KINDS[kind].corrected else rate_1d(group)
-    hyper = Hyper(
-        lr=_on_device(lr, x),
-        beta1=_on_device(beta1, x),
-        beta2=_on_device(beta2, x),
+    decay = group["weight_decay_1d"] if one_d else group["weight_decay"]
+    lr, gamma = group["lr"], group["gamma"]
+    batch.ratio = 1.0 if KINDS[kind].corrected else ratio_1d(group)
+    if fused:
+        batch.lr, gamma = _for_kernel(lr), _for_kernel(gamma)
+        rate = batch.lr
+    else:
+        rate = _on_device(lr if batch.ratio == 1.0 else lr * batch.ratio, x)
+        beta1, beta2, decay, gamma = (_on_device(v, x) for v in (beta1, beta2, decay, gamma))
+    batch.k = Hyper(
+        lr=rate,
+        beta1=beta1,
+        beta2=beta2,
         eps=group["eps"],
-        decay=_on_device(group["weight_decay_1d"] if one_d else group["weight_decay"], x),
-        gamma=_on_device(group["gamma"], x),
+        decay=decay,
+        gamma=gamma,
         clip=group["clip"],
         maximize=group["maximize"],
         raw=group["second_moment"] == "raw",
         ns=NewtonSchulz(group["ns_steps"], group["ns_coefficients"], group["ns_dtype"]),
     )
-    return Batch(
-        kind, hyper, index,
+
+
+def new_batch(kind: str, group: Group, index: int, x: Tensor, t: Tensor, fused: bool) -> Batch:
+    consume = group["consume_grads"] and state_format(group, "last_grad") == "float32"
+    batch = Batch(
+        kind, Hyper(0.0, 0.0, 0.0, 0.0, 0.0), index,
         host_t=not group["capturable"] and t.device.type == "cpu",
-        keep_g=group["is_approx"] and not group["consume_grads"],
+        keep_g=group["is_approx"] and not consume,
+        consume=consume,
+        max_grad_norm=group["max_grad_norm"],
     )  # fmt: skip
+    set_numbers(batch, group, x, fused)
+    return batch
+
+
+def _total(norms: dict[torch.device, list[Tensor]]) -> dict[torch.device, Tensor]:
+    """√Σ of squares of norms, on each device that has some."""
+    if not norms:
+        return {}
+    home = next(iter(norms))
+    parts = [torch.stack([n.double() for n in own]).to(home) for own in norms.values()]
+    total = torch.linalg.vector_norm(torch.cat(parts))
+    return {device: total.to(device) for device in norms}
 
 
 def global_length(batches: Iterable[tuple[Batch, str]]) -> dict[torch.device, Tensor]:
@@ -61,11 +132,29 @@ def global_length(batches: Iterable[tuple[Batch, str]]) -> dict[torch.device, Te
     lengths: dict[torch.device, list[Tensor]] = {}
     for batch, engine in batches:
         if batch.k.clip == "global" and batch.h:
-            norms = [n.double() for n in ENGINES[engine].norms(batch)]
-            lengths.setdefault(batch.x[0].device, []).append(torch.stack(norms))
-    if not lengths:
-        return {}
-    home = next(iter(lengths))
-    parts = [torch.cat(norms).to(home) for norms in lengths.values()]
-    total = torch.linalg.vector_norm(torch.cat(parts))
-    return {device: total.to(device) for device in lengths}
+            lengths.setdefault(batch.x[0].device, []).extend(NORMS[engine](batch))
+    return _total(lengths)
+
+
+def clip_gradients(batches: Iterable[Batch]) -> Tensor | None:
+    """For groups with max_grad_norm: gradients shrunk by one norm over all of them; that norm.
+
+    As torch.nn.utils.clip_grad_norm_, but p.grad stays what it is (unless the step consumes it).
+    """
+    clipped = [batch for batch in batches if batch.max_grad_norm is not None]
+    norms: dict[torch.device, list[Tensor]] = {}
+    for batch in clipped:
+        own = norms.setdefault(batch.x[0].device, [])
+        own.extend(torch._foreach_norm([g.to(batch.m[0].dtype) for g in batch.g]))
+    totals = _total(norms)
+    for batch in clipped:
+        assert batch.max_grad_norm is not None
+        wide = batch.m[0].dtype
+        length = totals[batch.x[0].device]
+        factor = (batch.max_grad_norm / (length + 1e-6)).clamp(max=1.0).to(wide)
+        taken = list(batch.g)
+        batch.g[:] = [g.to(wide) * factor for g in taken]
+        if batch.consume:  # they will be the last gradients
+            for g, clipped_g in zip(taken, batch.g, strict=True):
+                g.copy_(clipped_g)
+    return next(iter(totals.values()), None)

@@ -16,8 +16,9 @@ from torch.optim.optimizer import (
 )
 
 from mars import exact, state
-from mars.dispatch import engine_for, global_length, new_batch
-from mars.engines import ENGINES, Batch
+from mars.collect import collect, step_batches
+from mars.dispatch import why_not_fused
+from mars.engines import Batch
 from mars.groups import resolve
 from mars.options import (
     SMALLEST_BASE_LR,
@@ -26,6 +27,7 @@ from mars.options import (
     check_values,
     plain_numbers,
 )
+from mars.plan import Plan
 
 Group = dict[str, Any]
 logger = logging.getLogger("mars")
@@ -73,8 +75,9 @@ class MARS(Optimizer):
         betas_1d, weight_decay_1d: AdamW's other options. A group that sets ``weight_decay=0``
             decays nothing, unless it sets ``weight_decay_1d`` too.
         maximize: ascend.
-        foreach: multi-tensor engine; None picks it where torch.optim would (CUDA).
-        fused: reserved for a fused engine; None or False for now.
+        foreach: multi-tensor engine; None leaves the choice to ``fused`` and torch.optim's rule.
+        fused: the engine of Triton kernels: None picks it on CUDA for the tensors that it takes
+            (:func:`mars.explain` says which and why), True insists on it, False is without it.
         capturable: keep step counts on the device, so that CUDA graphs can capture a step.
         differentiable: let autograd run through the step.
         clip: ``"tensor"`` (each corrected tensor to norm 1), ``"global"`` (one norm over all of
@@ -86,6 +89,11 @@ class MARS(Optimizer):
             ``"muon"`` or ``"polar-express"``, and the dtype it runs in.
         consume_grads: the step takes the gradients as its last gradients (``p.grad`` becomes
             None), which saves a copy.
+        max_grad_norm: clip gradients by their norm over all groups that set it, as
+            ``torch.nn.utils.clip_grad_norm_`` would before the step, without touching ``p.grad``;
+            the norm is :attr:`grad_norm`.
+        state_dtype: keep moments and last gradients in ``"bfloat16"`` (6 bytes a parameter instead
+            of 12) or ``"8bit"`` (3 bytes); or a dict by buffer, as ``{"last_grad": "bfloat16"}``.
 
     Example:
         >>> import torch, mars
@@ -128,6 +136,8 @@ class MARS(Optimizer):
         ns_coefficients: str = "muon",
         ns_dtype: str = "bfloat16",
         consume_grads: bool = False,
+        max_grad_norm: float | None = None,
+        state_dtype: str | dict[str, str] | None = None,
     ) -> None:
         defaults: Group = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
@@ -137,7 +147,8 @@ class MARS(Optimizer):
             "fused": fused, "capturable": capturable, "differentiable": differentiable,
             "clip": clip, "second_moment": second_moment, "matrix_rule": matrix_rule,
             "ns_steps": ns_steps, "ns_coefficients": ns_coefficients, "ns_dtype": ns_dtype,
-            "consume_grads": consume_grads,
+            "consume_grads": consume_grads, "max_grad_norm": max_grad_norm,
+            "state_dtype": state_dtype,
         }  # fmt: skip
         check_values(defaults)
         defaults = plain_numbers(defaults, differentiable)
@@ -167,6 +178,8 @@ class MARS(Optimizer):
 
     def _reset_private(self) -> None:
         self._observer: Any = getattr(self, "_observer", None)  # see mars.diagnostics
+        self._plan: Plan | None = None  # what a fused step leaves for the next
+        self._grad_norm: Tensor | None = None
         # Exact mode, see mars.exact: what the last gradients are ("fresh", "used" by a step, or
         # "repeated"), whether previous_grad is new, and whether any state has last_param.
         self._h = "fresh"
@@ -189,6 +202,12 @@ class MARS(Optimizer):
         check_values({**self.defaults, **group})
         differentiable = group.get("differentiable", self.defaults["differentiable"])
         super().add_param_group(plain_numbers(group, differentiable))
+        added = self.param_groups[-1]
+        for p in added["params"] if added["fused"] else ():
+            reason = why_not_fused(added, p)
+            if reason is not None and p.is_contiguous():
+                del self.param_groups[-1]
+                raise RuntimeError(f"`fused=True` is not possible for a parameter: {reason}")
 
     def __setstate__(self, state_: dict[str, Any]) -> None:
         super().__setstate__(state_)
@@ -258,22 +277,53 @@ class MARS(Optimizer):
             # Named here and not in evaluate: dynamo compiles only frames that mention torch.
             with torch.enable_grad():
                 loss = exact.evaluate(self, closure)
-        self._check_gradients()
+        plan = self._renewed_plan()
+        if plan is None:
+            self._check_gradients()
         exact.check_protocol(self, closure is not None)
-        batches = self._collect()
+        batches: list[tuple[Batch, str]] = []
+        if plan is None or not plan.complete:
+            plan, batches = collect(self, plan)
         exact.remember(self, closure is not None)
-        length = global_length(batches)
-        for batch, engine in batches:
-            clip_by = None
-            if batch.k.clip == "global" and batch.h:
-                clip_by = length[batch.x[0].device].to(batch.m[0].dtype)
-            if self._observer is not None:
-                self._observer.before(batch, clip_by)
-            ENGINES[engine].CELLS[batch.kind](batch, clip_by)
-            if self._observer is not None:
-                self._observer.after(batch)
-        state.consume_gradients(self)
+        # A GradScaler hands these over if the whole step is fused; see _step_supports_amp_scaling.
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if plan is not None:
+            plan.run(self, grad_scale, found_inf)
+        if batches and found_inf is not None:
+            raise RuntimeError("GradScaler: a gradient has changed its layout since the last step")
+        step_batches(self, batches)
+        if plan is not None:
+            plan.consume(self, copied=found_inf is not None)
+        else:
+            state.consume_gradients(self)
         return loss
+
+    def _renewed_plan(self) -> Plan | None:
+        """The plan of the last step with this step's gradients, if it still fits."""
+        if torch.compiler.is_compiling() or self._observer is not None or self._plan is None:
+            return None
+        if not self._plan.renew(self):
+            self._plan = None
+        return self._plan
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """With max_grad_norm: the gradients' norm before the last step's clip, on the device."""
+        return self._grad_norm
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a GradScaler may leave unscaling and skipping to the step: if all is fused."""
+        if self._observer is not None or not all(g["is_approx"] for g in self.param_groups):
+            return False
+        pairs = [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        kinds = {(p.device, p.dtype) for _, p in pairs}
+        return len(kinds) == 1 and all(self._is_fused(g, p) for g, p in pairs)
+
+    def _is_fused(self, group: Group, p: Tensor) -> bool:
+        g = p.grad
+        dense = g is not None and g.dtype == p.dtype and g.is_contiguous()
+        return dense and why_not_fused(group, p) is None
 
     def _check_capture(self) -> None:
         """torch's check that a CUDA graph capture and ``capturable`` agree (renamed in 2.12)."""
@@ -301,18 +351,20 @@ class MARS(Optimizer):
                         "autograd cannot follow the bits of its low half"
                     )
 
-    def _new_step(self, p: Tensor, group: Group, value: float = 0.0) -> Tensor:
-        device = p.device if group["capturable"] or group["fused"] else "cpu"
-        return torch.tensor(value, dtype=_get_scalar_dtype(), device=device)
+    def _new_step(self, p: Tensor, group: Group, value: float = 0.0, fused: bool = False) -> Tensor:
+        on_device = group["capturable"] or group["fused"] or fused
+        device = p.device if on_device else "cpu"
+        dtype = torch.float32 if fused else _get_scalar_dtype()
+        return torch.tensor(value, dtype=dtype, device=device)
 
     def _init_group(
-        self, group: Group, x: list[Any], g: list[Any], t: list[Any], m: list[Any], v: list[Any],
-        v_max: list[Any], h: list[Any], low: list[Any], kinds: list[Any],
+        self, group: Group, may_fuse: bool, kinds: list[str], fused: list[bool],
+        *columns: list[Any],
     ) -> None:  # fmt: skip
         """Fill the lists for the parameters that have a gradient; make the state they miss.
 
-        The name and the flat lists are torch's convention: torch.compile runs this method at
-        trace time instead of tracing it, so that a compiled step is one graph.
+        The columns are those of Batch.add. The name and the flat lists are torch's convention:
+        torch.compile runs this method at trace time, so that a compiled step is one graph.
         """
         needed: dict[Any, dict[str, torch.dtype]] = {}
         for p in group["params"]:
@@ -323,47 +375,26 @@ class MARS(Optimizer):
             if (kind, p.dtype) not in needed:
                 needed[kind, p.dtype] = state.buffers(kind, p, group)
             names = needed[kind, p.dtype]
+            fuse = may_fuse and self._is_fused(group, p)
             if "last_grad" not in names:
                 own.pop("last_grad", None)  # nobody would keep it up to date
-            elif "step" in own and "last_grad" not in own:
+            elif "step" in own and "last_grad" not in own and names["last_grad"] == p.dtype:
                 own["last_grad"] = p.grad.detach().clone()  # needed from now on: c = g this once
             if "step" not in own:
-                own["step"] = self._new_step(p, group)
+                own["step"] = self._new_step(p, group, fused=fuse)
+            elif fuse and own["step"].device != p.device:
+                own["step"] = own["step"].to(p.device, torch.float32)
             for name, dtype in names.items():
                 if name not in own:
-                    own[name] = torch.zeros_like(p, dtype=dtype)
-            x.append(p)
-            g.append(p.grad)
-            t.append(own["step"])
-            m.append(own["exp_avg"])
-            v.append(own["exp_avg_sq"] if "exp_avg_sq" in names else None)
-            v_max.append(own["max_exp_avg_sq"] if "max_exp_avg_sq" in names else None)
-            h.append(own["last_grad"] if "last_grad" in names else None)
-            low.append(own[state.LOW_HALF[p.dtype]] if p.dtype in state.LOW_HALF else None)
+                    own[name] = state.new_buffer(name, dtype, p)
+                elif own[name].dtype != dtype:
+                    raise RuntimeError(
+                        f"{name} is kept in {own[name].dtype}, and state_dtype now asks for "
+                        f"{dtype}: set state_dtype before the first step"
+                    )
+            row = (p, p.grad, own["step"], *(own[n] if n in names else None for n in state.ROW))
+            low = own.get(state.LOW_HALF.get(p.dtype, ""))
+            for column, value in zip(columns, (*row, low), strict=True):
+                column.append(value)
             kinds.append(kind)
-
-    def _collect(self) -> list[tuple[Batch, str]]:
-        """The batches of this step, each with the engine that steps it."""
-        batches: list[tuple[Batch, str]] = []
-        for index, group in enumerate(self.param_groups):
-            x: list[Tensor] = []
-            g: list[Tensor] = []
-            t: list[Tensor] = []
-            m: list[Tensor] = []
-            v: list[Tensor | None] = []
-            v_max: list[Tensor | None] = []
-            h: list[Tensor | None] = []
-            low: list[Tensor | None] = []
-            kinds: list[str] = []
-            self._init_group(group, x, g, t, m, v, v_max, h, low, kinds)
-            split: dict[Any, Batch] = {}
-            for i, kind in enumerate(kinds):
-                key = (kind, x[i].device, x[i].dtype)
-                if key not in split:
-                    split[key] = new_batch(kind, group, index, x[i], t[i])
-                split[key].add(x[i], g[i], t[i], m[i], v[i], v_max[i], h[i], low[i])
-            engine = engine_for(group, x)
-            for batch in split.values():
-                batch.view_complex_as_real()
-                batches.append((batch, engine))
-        return batches
+            fused.append(fuse)

@@ -75,6 +75,28 @@ def _steps(value: Any) -> str | None:
     return None if fits else "must be an integer, at least 1"
 
 
+def _max_norm(value: Any) -> str | None:
+    fits = value is None or (not isinstance(value, Tensor) and _number(value) and value > 0)
+    return None if fits else "must be None or a positive number"
+
+
+# The buffers that can be kept in fewer bits, and in which formats.
+LEAN_BUFFERS = ("exp_avg", "exp_avg_sq", "last_grad")
+STATE_DTYPES = ("float32", "bfloat16", "8bit")
+
+
+def _state_dtype(value: Any) -> str | None:
+    named = value if isinstance(value, dict) else {"exp_avg": value}
+    if value is None or (
+        set(named) <= set(LEAN_BUFFERS) and all(form in STATE_DTYPES for form in named.values())
+    ):
+        return None
+    return (
+        f"must be None, one of {', '.join(map(repr, STATE_DTYPES))}, or a dict of these by buffer "
+        f"({', '.join(LEAN_BUFFERS)})"
+    )
+
+
 _FLAG = _one_of(True, False)
 _CHOICE = _one_of(None, True, False)
 
@@ -105,6 +127,8 @@ CHECKS: dict[str, tuple[str, Callable[[Any], str | None]]] = {
     "ns_coefficients": ("Invalid ns_coefficients", _one_of(*COEFFICIENTS)),
     "ns_dtype": ("Invalid ns_dtype", _one_of("bfloat16", "float16", "float32", "float64")),
     "consume_grads": ("Invalid consume_grads", _FLAG),
+    "max_grad_norm": ("Invalid max_grad_norm", _max_norm),
+    "state_dtype": ("Invalid state_dtype", _state_dtype),
 }
 
 
@@ -162,19 +186,19 @@ def _check_together(options: Mapping[str, Any]) -> None:
                     "leave foreach=None, or set capturable=True"
                 )
     if options.get("differentiable"):
-        for name in ("foreach", "fused", "consume_grads"):
+        for name in ("foreach", "fused", "consume_grads", "max_grad_norm", "state_dtype"):
             if options.get(name):
                 raise RuntimeError(f"`{name}` does not support `differentiable`")
     if fused and foreach:
         raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-    if fused:
-        raise RuntimeError(
-            "`fused=True`: this version has no fused engine; use fused=None (the default) to get "
-            "the fastest engine there is"
-        )
     for name in ("weight_decay", "weight_decay_1d"):
         if isinstance(options.get(name), Tensor) and not options.get("differentiable"):
             raise ValueError(f"{name} as a Tensor needs differentiable=True; pass a float")
+    if options.get("max_grad_norm") and options.get("is_approx") is False:
+        raise ValueError(
+            "max_grad_norm needs is_approx=True: in exact mode both gradients of a step must be "
+            "clipped alike; clip them in the closure"
+        )
     if options.get("consume_grads"):
         if options.get("is_approx") is False:
             raise ValueError(
@@ -202,8 +226,19 @@ def plain_numbers(options: dict[str, Any], differentiable: bool) -> dict[str, An
     return options
 
 
-def rate_1d(group: Mapping[str, Any]) -> float | Tensor:
-    """AdamW's rate: lr × (lr_1d / lr at construction), so that whatever moves lr moves it too."""
+def ratio_1d(group: Mapping[str, Any]) -> float:
+    """AdamW's rate over lr: lr_1d / lr at construction, so that whatever moves lr moves it too."""
     base = float(group["base_lr"])
-    lr: float | Tensor = group["lr"]
-    return lr * (float(group["lr_1d"]) / base) if base > SMALLEST_BASE_LR else lr
+    return float(group["lr_1d"]) / base if base > SMALLEST_BASE_LR else 1.0
+
+
+def state_format(group: Mapping[str, Any], buffer: str) -> str:
+    """The format of a buffer: "float32" (as wide as the arithmetic), "bfloat16" or "8bit".
+
+    In exact mode last gradients come from outside the step, and stay what they are.
+    """
+    asked = group["state_dtype"]
+    if buffer not in LEAN_BUFFERS or (buffer == "last_grad" and not group["is_approx"]):
+        return "float32"
+    form = asked.get(buffer) if isinstance(asked, dict) else asked
+    return form or "float32"

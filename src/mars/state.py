@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mars.options import check_values
+from mars.options import check_values, state_format
 from mars.rule import KINDS
+from mars.rule.formats import GROUP
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 
 # The low half of a 16-bit parameter; the two formats are not interchangeable, so neither are names.
 LOW_HALF = {torch.bfloat16: "param_low_bf16", torch.float16: "param_low_fp16"}
+
+
+# The exponents of a buffer of 8 bits, one a group of elements.
+EXPONENT = {name: f"{name}_exponent" for name in ("exp_avg", "exp_avg_sq", "last_grad")}
+
+# The buffers of a row of a batch, after (x, g, t) and before the low half; see Batch.add.
+ROW = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad", *EXPONENT.values())
 
 
 def kind_of(p: Tensor, group: Mapping[str, Any]) -> str:
@@ -52,25 +60,47 @@ def buffers(kind: str, p: Tensor, group: Mapping[str, Any]) -> dict[str, torch.d
     needed = {"exp_avg": wide}
     if KINDS[kind].second_moment:
         needed["exp_avg_sq"] = wide
-        if group["amsgrad"]:
-            needed["max_exp_avg_sq"] = wide
     if needs_last_grad(kind, group):
         needed["last_grad"] = p.dtype
+    for name in list(needed):
+        form = state_format(group, name)
+        if form == "bfloat16":
+            needed[name] = torch.bfloat16
+        elif form == "8bit":
+            needed[name] = needed[EXPONENT[name]] = torch.uint8
+    if group["amsgrad"] and KINDS[kind].second_moment:
+        needed["max_exp_avg_sq"] = wide
     if p.dtype in LOW_HALF:
         needed[LOW_HALF[p.dtype]] = torch.int16
     return needed
 
 
-def consume_gradients(optimizer: Optimizer) -> None:
-    """For groups with consume_grads: gradients become last gradients, without a copy."""
+def new_buffer(name: str, dtype: torch.dtype, p: Tensor) -> Tensor:
+    if dtype in (torch.uint8, torch.bfloat16) and dtype != p.dtype:
+        if type(p.data) is not Tensor or p.is_complex():
+            raise RuntimeError(
+                f"state_dtype: {name} of a {type(p.data).__name__} of {p.dtype} cannot be kept in "
+                "fewer bits; use state_dtype=None for it"
+            )
+        if name in EXPONENT.values():
+            return torch.zeros(-(-p.numel() // GROUP), dtype=dtype, device=p.device)
+    return torch.zeros_like(p, dtype=dtype)
+
+
+def consume_gradients(optimizer: Optimizer, copied: bool = False) -> None:
+    """For groups with consume_grads: gradients become last gradients, without a copy.
+
+    With ``copied``, or where last gradients are kept in fewer bits, the step has made the copy.
+    """
     for group in optimizer.param_groups:
         if not group["consume_grads"]:
             continue
+        copies = copied or state_format(group, "last_grad") != "float32"
         for p in group["params"]:
             g, own = p.grad, optimizer.state.get(p, {})
             if g is None:
                 continue
-            if "last_grad" in own:
+            if "last_grad" in own and not copies:
                 # Part of a larger buffer (DDP's buckets): its owner will write there again. And a
                 # compiled step guards on the identity of the state.
                 if torch.compiler.is_compiling() or not _owns_its_memory(g):
@@ -183,6 +213,11 @@ def _check_buffers(who: str, p: Tensor, saved: Mapping[str, Any], group: Mapping
                 raise ValueError(f"state of {who}: step has {value.numel()} elements, not one")
         elif name in required and not isinstance(value, Tensor):
             raise ValueError(f"state of {who}: {name} is {value!r}, not a tensor")
+        elif isinstance(value, Tensor) and name in EXPONENT.values():
+            if value.numel() != -(-p.numel() // GROUP):
+                raise ValueError(
+                    f"state of {who}: {name} has {value.numel()} elements for {p.numel()} codes"
+                )
         elif isinstance(value, Tensor) and value.shape != p.shape:
             raise ValueError(
                 f"state of {who}: {name} has shape {tuple(value.shape)}, the parameter "

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+import os
+from importlib.util import find_spec
+
+import torch
 
 from mars.engines import foreach, reference
 from mars.engines.batch import Batch, Cell
+from mars.rule import KINDS
 
-# An engine is a module with CELLS (kind -> Cell) and norms (‖c‖₂ of each tensor of a batch, nothing
-# written). To add one, add it here.
-ENGINES: dict[str, ModuleType] = {"reference": reference, "foreach": foreach}
-
-
-def table() -> dict[tuple[str, str], Cell]:
-    """Every (engine, kind) cell there is."""
-    return {(name, kind): cell for name, e in ENGINES.items() for kind, cell in e.CELLS.items()}
+# The engines. Fused needs Triton, is imported only when it is used, and steps many batches at a
+# time by a plan (mars.plan); the others are functions that step one batch.
+ENGINES = ("reference", "foreach", "fused")
+CELLS: dict[str, Cell] = {"reference": reference.step, "foreach": foreach.step}
 
 
-__all__ = ["ENGINES", "Batch", "Cell", "table"]
+def interpreted() -> bool:
+    """Whether Triton runs kernels on the CPU, in its interpreter (slow: for tests)."""
+    return os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
+
+
+def available() -> list[str]:
+    """The engines that can run here."""
+    fused = find_spec("triton") is not None and (torch.cuda.is_available() or interpreted())
+    return [name for name in ENGINES if name != "fused" or fused]
+
+
+def table() -> list[tuple[str, str]]:
+    """Every (engine, kind) cell there is here."""
+    return [(name, kind) for name in available() for kind in KINDS]
+
+
+__all__ = ["CELLS", "ENGINES", "Batch", "Cell", "available", "interpreted", "table"]

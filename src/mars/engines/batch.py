@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mars.rule import Hyper
+from mars.rule import Hyper, formats
 from mars.rule.estimator import Scalar
 
 
@@ -21,6 +22,10 @@ class Batch:
     group: int  # index of the parameter group, for diagnostics
     host_t: bool  # steps are counted on the host, so reading them waits for nothing
     keep_g: bool  # after the step h becomes g (approximate mode); else somebody else writes h
+    consume: bool = False  # after the step the gradient's own memory is h
+    max_grad_norm: float | None = None
+    lr: Scalar = 0.0  # of the group; k.lr is this times the ratio of this kind's rate to it
+    ratio: float = 1.0
     x: list[Tensor] = field(default_factory=list)
     g: list[Tensor] = field(default_factory=list)
     t: list[Tensor] = field(default_factory=list)
@@ -29,10 +34,16 @@ class Batch:
     v_max: list[Tensor] = field(default_factory=list)
     h: list[Tensor] = field(default_factory=list)
     low: list[Tensor] = field(default_factory=list)  # low halves of 16-bit parameters
+    m_exp: list[Tensor] = field(default_factory=list)  # exponents of buffers of 8 bits
+    v_exp: list[Tensor] = field(default_factory=list)
+    h_exp: list[Tensor] = field(default_factory=list)
 
     def add(self, *row: Tensor | None) -> None:
         """Append one tensor with its buffers, in the order of the lists."""
-        columns = (self.x, self.g, self.t, self.m, self.v, self.v_max, self.h, self.low)
+        columns = (
+            self.x, self.g, self.t, self.m, self.v, self.v_max, self.h, self.m_exp, self.v_exp,
+            self.h_exp, self.low,
+        )  # fmt: skip
         for column, tensor in zip(columns, row, strict=True):
             if tensor is not None:
                 column.append(tensor)
@@ -43,9 +54,54 @@ class Batch:
             for column in (self.x, self.g, self.m, self.v, self.v_max, self.h):
                 column[:] = [torch.view_as_real(tensor) for tensor in column]
 
+    def lean(self) -> bool:
+        """Whether any buffer is kept in fewer bits than the arithmetic has."""
+        wide = torch.float32 if self.low else self.x[0].dtype
+        native = (self.m[0].dtype, self.v[0].dtype if self.v else wide) == (wide, wide)
+        return not native or bool(self.h and self.h[0].dtype != self.x[0].dtype)
+
+    def widened(self) -> Batch:
+        """The same batch with lean buffers decoded, for engines that know only wide ones."""
+        return replace(
+            self,
+            m=[_wide(c, e, True) for c, e in zip_longest(self.m, self.m_exp)],
+            v=[_wide(c, e, False) for c, e in zip_longest(self.v, self.v_exp)],
+            h=[_wide(c, e, True) for c, e in zip_longest(self.h, self.h_exp)],
+        )
+
+    def narrow(self, wide: Batch) -> None:
+        """Take over what `widened` has become, in this batch's formats."""
+        for i, t in enumerate(self.t):
+            _narrow(self.m, self.m_exp, i, wide.m[i], t, True, salt=1)
+            if self.v:
+                _narrow(self.v, self.v_exp, i, wide.v[i], t, False, salt=2)
+            if self.h and self.keep_g:
+                _narrow(self.h, self.h_exp, i, wide.h[i], t, True, salt=3)
+
     def steps(self) -> list[Scalar]:
         """t of each tensor: floats where the host counts, 0-d tensors elsewhere."""
         return [float(t) for t in self.t] if self.host_t else list(self.t)
+
+
+def _wide(value: Tensor, exponents: Tensor | None, signed: bool) -> Tensor:
+    if exponents is not None:
+        return formats.decode(value, exponents, signed)
+    return value.clone() if value.dtype != torch.bfloat16 else value.float()
+
+
+def _narrow(
+    values: list[Tensor], exponents: list[Tensor], i: int, wide: Tensor, t: Tensor, signed: bool,
+    salt: int,
+) -> None:  # fmt: skip
+    if exponents:
+        bits = formats.random_bits(wide, t, salt)
+        code, exponent = formats.encode(wide.float(), bits, signed)
+        values[i].copy_(code)
+        exponents[i].copy_(exponent)
+    elif values[i].dtype == torch.bfloat16:
+        values[i].copy_(formats.to_bfloat16(wide.float(), formats.random_bits(wide, t, salt)))
+    else:
+        values[i].copy_(wide)
 
 
 class Cell(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars.engines.batch import Batch, Cell
+from mars.engines.batch import Batch
 from mars.rule import KINDS, moonlight, shampoo
 from mars.rule.estimator import Scalar, kappa
 from mars.rule.halves import join, split
@@ -146,6 +146,3 @@ def step(batch: Batch, length: Tensor | None) -> None:
         else:  # DTensor has no sharding rule for the multi-tensor copy
             for h, g in zip(batch.h, batch.g, strict=True):
                 h.copy_(g)
-
-
-CELLS: dict[str, Cell] = dict.fromkeys(DIRECTIONS, step)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mars.engines.batch import Batch, Cell
-from mars.rule import KINDS, update
+from mars.engines.batch import Batch
+from mars.rule import update
 from mars.rule.estimator import correct, norm
 from mars.rule.halves import join, split
 from mars.rule.update import Moments
@@ -51,6 +51,3 @@ def norms(batch: Batch) -> list[Tensor]:
         norm(correct(g.to(wide), h.to(wide), batch.k.gamma, batch.k.beta1))
         for g, h in zip(batch.g, batch.h, strict=True)
     ]
-
-
-CELLS: dict[str, Cell] = dict.fromkeys(KINDS, step)

@@ -1,0 +1,104 @@
+"""One parameter set after the other, one row for each candidate, skipped ones included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+from mars.bench.candidates import Candidate, baseline, candidates
+from mars.bench.measure import Tensors, measure, quick_release, release
+from mars.bench.shapes import PARAMETER_SETS
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. Without ``skipped``, ``ms`` and ``ratio`` are there."""
+
+    parameters: str
+    name: str
+    on: str  # "all" parameters or the "hidden" matrices
+    skipped: str | None = None
+    ms: float | None = None
+    spread: float | None = None  # of ms: what the middle half of the steps differs by, as a share
+    ratio: float | None = None  # to the baseline on the same parameters
+    gpu_ms: float | None = None
+    gpu_ratio: float | None = None
+    state: float | None = None  # bytes a parameter, as is floor
+    floor: float | None = None
+    bandwidth: float | None = None  # bytes a second that floor and time mean
+    of_copy: float | None = None  # that, as a share of what a copy reaches
+    extra: int | None = None  # bytes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is the same for all rows."""
+
+    device: torch.device
+    dtype: torch.dtype
+    repeat: int
+    grad_norm: float
+    copy: float  # bytes a second
+
+
+def selected(on_gpu: bool, only: Sequence[str]) -> list[Candidate]:
+    """The candidates whose names contain one of ``only`` (all, if empty), and their baselines."""
+    everyone = candidates(on_gpu)
+    found = [c for c in everyone if not only or any(s.lower() in c.name.lower() for s in only)]
+    needed = {baseline(on_gpu, c.hidden).name for c in found} | {c.name for c in found}
+    return [c for c in everyone if c.name in needed]
+
+
+def rows_of(name: str, chosen: Sequence[Candidate], settings: Settings) -> Iterator[Row]:
+    """Time the candidates on a parameter set. Nothing that one of them raises stops the others."""
+    shapes = PARAMETER_SETS[name]()
+    made, reason = _attempt(
+        lambda: Tensors(shapes, settings.dtype, settings.device, settings.grad_norm)
+    )
+    bases: dict[str, Row] = {}
+    with quick_release():
+        for candidate in chosen:
+            on = "hidden" if candidate.hidden else "all"
+            row = Row(name, candidate.name, on, skipped=reason)
+            if made is not None:
+                count = sum(shapes[i].numel for i in made.chosen(candidate.hidden))
+                row = _timed(row, candidate, made, count, settings)
+            base = bases.setdefault(on, row)  # the first of its kind is the baseline
+            if row.ms is not None and base.ms is not None:
+                row = replace(row, ratio=row.ms / base.ms)
+            if row.gpu_ms is not None and base.gpu_ms is not None:
+                row = replace(row, gpu_ratio=row.gpu_ms / base.gpu_ms)
+            release(settings.device)
+            yield row
+
+
+def _timed(row: Row, candidate: Candidate, tensors: Tensors, count: int, settings: Settings) -> Row:
+    found, reason = _attempt(lambda: measure(candidate, tensors, settings.repeat))
+    if found is None:
+        return replace(row, skipped=reason)
+    bandwidth = None
+    if found.floor is not None:
+        bandwidth = count * found.floor / (1e-3 * (found.gpu_ms or found.ms))
+    return replace(
+        row, ms=found.ms, spread=found.spread, gpu_ms=found.gpu_ms, state=found.state,
+        floor=found.floor, extra=found.extra, bandwidth=bandwidth,
+        of_copy=None if bandwidth is None else bandwidth / settings.copy,
+    )  # fmt: skip
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
+    """The result, or why there is none, in a line. The exception and what it holds are let go."""
+    try:
+        return work(), None
+    except (torch.OutOfMemoryError, MemoryError):
+        return None, "out of memory"
+    except Exception as error:
+        text = str(error).strip()
+        if "DefaultCPUAllocator" in text:  # which raises a RuntimeError
+            return None, "out of memory"
+        return None, text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,198 @@
+"""What a launch needs: tables of addresses and numbers, and the order of the work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import reduce
+from itertools import accumulate, chain
+from operator import and_, or_
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from mars.engines.batch import Batch
+from mars.engines.fused import kernel
+from mars.engines.fused import layout as at
+from mars.engines.fused.matrices import Stacks
+from mars.rule import KINDS
+
+BLOCK, WARPS = 512, 4
+NORM_ITEM, EXACT_ITEM, UPDATE_ITEM = 16384, 65536, 8192
+SIZE = 128  # tensors that a program of the first launch prepares
+SLOTS = 8  # tables of addresses that are kept, for gradients that come back to where they were
+
+GRAD = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class Slots:
+    """Small tables on the device, looked up by content and written without waiting.
+
+    All use is on one stream, in order, so a slot may be overwritten while a kernel that reads it is
+    still queued: the copy is queued behind it.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.size, self.dtype, self.device = size, dtype, device
+        self.held: dict[tuple[Any, ...], Tensor] = {}
+        self.captured: list[Tensor] = []  # a captured graph replays on these for ever
+
+    def get(self, values: tuple[Any, ...]) -> Tensor:
+        on_gpu = self.device.type == "cuda"
+        capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+        slot = self.held.pop(values, None)
+        if slot is None:
+            host = torch.tensor(values, dtype=self.dtype, pin_memory=on_gpu)
+            if len(self.held) < SLOTS or capturing:
+                slot = torch.empty(self.size, dtype=self.dtype, device=self.device)
+            else:
+                slot = self.held.pop(next(iter(self.held)))  # the one not used for longest
+            slot.copy_(host, non_blocking=True)
+            if capturing:
+                self.captured.append(host)
+        if capturing:
+            self.captured.append(slot)
+        else:
+            self.held[values] = slot
+        return slot
+
+
+def _items(op: tl.constexpr, tensor: int, size: int, item: int, backwards: bool = False) -> Tensor:
+    """Rows (op and tensor, item) of the list of work, for one tensor."""
+    index = torch.arange(max(1, -(-size // item)), dtype=torch.int32)
+    entry = torch.full_like(index, (op.value << 28) + tensor)
+    return torch.stack([entry, index.flip(0) if backwards else index], 1)
+
+
+def schedule(sizes: Sequence[int], flags: Sequence[int], together: bool, normed: bool) -> Tensor:
+    """The list of work, int32 (n, 2). An item waits only for items that stand before it."""
+    clipped = [bool(flag & at.CLIPPED.value) for flag in flags]
+    small = [c and n <= UPDATE_ITEM and not together for c, n in zip(clipped, sizes, strict=True)]
+    everyone = range(len(sizes))
+    exact = [i for i in everyone if clipped[i] and not small[i]]
+    parts = [_items(at.NORM, i, sizes[i], NORM_ITEM) for i in (everyone if normed else exact)]
+    parts += [_items(at.EXACT, i, sizes[i], EXACT_ITEM) for i in exact]
+    # Backwards: what the norms read last is still in the cache.
+    updates = [i for i in reversed(everyone) if not small[i]]
+    parts += [_items(at.UPDATE, i, sizes[i], UPDATE_ITEM, True) for i in updates]
+    ones = torch.tensor([(at.SMALL.value << 28) + i for i in everyone if small[i]])
+    parts.append(torch.stack([ones, torch.zeros_like(ones)], 1).to(torch.int32))
+    return torch.cat(parts)
+
+
+def _flags(b: Batch) -> int:
+    kind = KINDS[b.kind]
+    true = {
+        at.HAS_H: b.h, at.HAS_V: kind.second_moment, at.HAS_V_MAX: b.v_max,
+        at.KEEP_G: b.h and b.keep_g, at.CONSUME: b.h and b.consume, at.IS_MATRIX: kind.matrix,
+        at.CLIPPED: b.h and b.k.clip is not None, at.MIXED: kind.corrected and not b.h,
+        at.RAW_SQUARE: b.k.raw,
+    }  # fmt: skip
+    return sum(flag.value for flag, holds in true.items() if holds)
+
+
+def _hyper(b: Batch) -> tuple[list[float], list[int]]:
+    """A row of hyper-parameters, and the addresses of lr and γ where they are tensors."""
+    k = b.k
+    gamma = k.gamma if KINDS[b.kind].corrected else 0.0
+    addresses = [v.data_ptr() if isinstance(v, Tensor) else 0 for v in (b.lr, gamma)]
+    b1, b2 = float(k.beta1), float(k.beta2)
+    row = [
+        b.ratio if isinstance(b.lr, Tensor) else b.lr * b.ratio, b1, b2, k.eps, float(k.decay),
+        0.0 if isinstance(gamma, Tensor) else float(gamma), -1.0 if k.maximize else 1.0,
+        float(k.raw), float(k.clip == "global"), b.max_grad_norm or 0.0,
+        math.log(b1) if b1 else -math.inf, math.log(b2) if b2 else -math.inf,
+    ]  # fmt: skip
+    return row, addresses
+
+
+def form(b: Batch) -> tuple[int, int, int]:
+    """Formats of (h, m, v), as lean.py numbers them."""
+    numbers = {torch.bfloat16: 1, torch.uint8: 2}
+    h = 0 if not b.h or b.h[0].dtype == b.x[0].dtype else numbers[b.h[0].dtype]
+    return h, numbers.get(b.m[0].dtype, 0), numbers.get(b.v[0].dtype, 0) if b.v else 0
+
+
+def forms(batches: Sequence[Batch]) -> set[tuple[int, ...]]:
+    """The combinations of formats that occur; a format that a batch does not have fits any."""
+    columns: list[set[int]] = [set(), set(), set()]
+    for b in batches:
+        for column, number, held in zip(columns, form(b), (b.h, b.m, b.v), strict=True):
+            if held:
+                column.add(number)
+    if any(len(column) > 1 for column in columns):
+        return {form(b) for b in batches}
+    return {tuple(next(iter(column), 0) for column in columns)}
+
+
+def is_together(batches: Sequence[Batch]) -> bool:
+    """Whether a norm over all tensors is asked for."""
+    return any(b.max_grad_norm is not None or (b.k.clip == "global" and b.h) for b in batches)
+
+
+class Launch:
+    """Everything about the launches for some batches that stays the same from step to step."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self.device, self.dtype = batches[0].x[0].device, batches[0].x[0].dtype
+        (self.forms,) = forms(batches)
+        self.together = is_together(batches)
+        normed = any(b.max_grad_norm is not None for b in batches)
+        rows, flags = [], []
+        for number, b in enumerate(batches):
+            columns = (b.x, b.low, b.h_exp, b.m, b.m_exp, b.v, b.v_exp, b.v_max, b.t)
+            for i, x in enumerate(b.x):
+                addresses = [column[i].data_ptr() if column else 0 for column in columns]
+                rows.append([*addresses, x.numel(), _flags(b), number])
+                flags.append(_flags(b))
+        sizes = [row[at.NUMEL.value] for row in rows]
+        self.n = len(rows)
+        totals = []
+        for item in (NORM_ITEM, EXACT_ITEM, UPDATE_ITEM):
+            counts = [max(1, -(-size // item)) for size in sizes]
+            *firsts, total = accumulate(counts, initial=0)
+            totals.append(total)
+            for row, first, count in zip(rows, firsts, counts, strict=True):
+                row += [first, count]
+        clipped = sum(bool(flag & at.CLIPPED.value) for flag in flags)
+        self.counts = (self.n if normed else clipped, clipped)  # tensors with NORM, with EXACT
+        self.flags = (reduce(or_, flags), reduce(and_, flags))
+        self.table = torch.tensor(rows, dtype=torch.int64).to(self.device)
+        self.work = schedule(sizes, flags, self.together, normed).to(self.device)
+        counters = at.CONTROL.value + at.COUNTERS.value * self.n
+        self.counters = torch.zeros(counters, dtype=torch.int32, device=self.device)
+        self.figures = torch.ones(self.n, at.FIGURES.value, device=self.device)
+        self.sums = [torch.empty(total, device=self.device) for total in totals]
+        self.norm = torch.zeros((), device=self.device)
+        self.one = torch.ones((), device=self.device)
+        self.gradients = Slots(2 * self.n, torch.int64, self.device)
+        self.hypers = Slots(at.HYPERS.value * len(batches), torch.float64, self.device)
+        self.addresses = Slots(2 * len(batches), torch.int64, self.device)
+        self.stacks = Stacks(batches, self.device)
+
+    def run(
+        self, batches: Sequence[Batch], g: Sequence[int], h: Sequence[int], h_known: bool,
+        grad_scale: Tensor | None, found_inf: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Step the batches; ``g`` and ``h`` are the addresses of gradients and last gradients."""
+        rows, pointers = zip(*(_hyper(b) for b in batches), strict=True)
+        hypers = self.hypers.get(tuple(chain.from_iterable(rows)))
+        addresses = self.addresses.get(tuple(chain.from_iterable(pointers)))
+        gradients = self.gradients.get((*g, *h))
+        amp = found_inf is not None
+        scale = self.one if grad_scale is None else grad_scale
+        inf = self.one if found_inf is None else found_inf
+        options = {"num_warps": WARPS, "enable_fp_fusion": True}
+        kernel.prepare[(-(-self.n // SIZE),)](
+            self.table, self.n, hypers, addresses, self.counters, self.figures, scale, inf,
+            amp, SIZE, **options,
+        )  # fmt: skip
+        kernel.step[(len(self.work),)](
+            self.table, gradients, hypers, self.work, self.n, *self.counts, int(h_known),
+            self.counters, self.figures, *self.sums, self.norm, inf,
+            *self.flags, GRAD[self.dtype], *self.forms, self.together, amp, BLOCK, NORM_ITEM,
+            EXACT_ITEM, UPDATE_ITEM, **options,
+        )  # fmt: skip
+        self.stacks.step(self, gradients, GRAD[self.dtype], inf, amp)

@@ -1,0 +1,44 @@
+"""`explain`: which engine steps which parameters, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from mars.dispatch import engine_for, why_not_fused
+from mars.state import kind_of
+
+if TYPE_CHECKING:
+    from mars.optimizer import MARS
+
+
+def explain(optimizer: MARS) -> str:
+    """A table of engines: a line for each group, rule, engine and reason.
+
+    Example:
+        >>> import torch, mars
+        >>> print(mars.explain(mars.MARS(torch.nn.Linear(4, 2).parameters())))
+        group  rule         tensors  engine     why not fused
+        0      mars-adamw         1  reference  on cpu: it needs a CUDA device
+        0      plain-adamw        1  reference  on cpu: it needs a CUDA device
+    """
+    pairs = [(i, g, p) for i, g in enumerate(optimizer.param_groups) for p in g["params"]]
+    reasons = [why_not_fused(group, p) for _, group, p in pairs]
+    if optimizer._observer is not None:
+        reasons = ["mars.diagnose is watching"] * len(pairs)
+    shared = any(g["clip"] == "global" or g["max_grad_norm"] for g in optimizer.param_groups)
+    alike = len({(p.device, p.dtype) for _, _, p in pairs}) <= 1 and not any(reasons)
+    if shared and not alike:
+        together = "a norm over all tensors, and they are not all fused in one launch"
+        reasons = [reason or together for reason in reasons]
+    lines: Counter[tuple[str, ...]] = Counter()
+    for (i, group, p), reason in zip(pairs, reasons, strict=True):
+        engine = "fused" if reason is None else engine_for(group, group["params"])
+        lines[str(group.get("name", i)), kind_of(p, group), engine, reason or ""] += 1
+    rows = [("group", "rule", "tensors", "engine", "why not fused")]
+    rows += [(name, kind, str(n), engine, why) for (name, kind, engine, why), n in lines.items()]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "\n".join(
+        f"{a:{widths[0]}}  {b:{widths[1]}}  {n:>{widths[2]}}  {e:{widths[3]}}  {why}".rstrip()
+        for a, b, n, e, why in rows
+    )

@@ -1,0 +1,140 @@
+"""The fused engine's plan: what one step leaves for the next, as long as nothing has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+from operator import attrgetter, is_, is_not
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from mars import state
+from mars.dispatch import set_numbers
+from mars.engines import Batch
+
+if TYPE_CHECKING:
+    from mars.engines.fused.launch import Launch
+    from mars.optimizer import MARS
+
+# Options that are numbers, and may change from step to step without a new plan.
+NUMBERS = frozenset({
+    "lr", "betas", "eps", "weight_decay", "gamma", "lr_1d", "betas_1d", "weight_decay_1d",
+    "base_lr", "initial_lr",
+})  # fmt: skip
+
+_grad, _version, _dtype = attrgetter("grad"), attrgetter("_version"), attrgetter("dtype")
+_dense = Tensor.is_contiguous  # raises for a sparse gradient, as it should
+
+
+def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether these are the same objects."""
+    return len(a) == len(b) and all(map(is_, a, b))
+
+
+def _structure(group: dict[str, Any]) -> list[Any]:
+    """All options but numbers, and whether those are tensors."""
+    kept = [value for name, value in group.items() if name not in NUMBERS and name != "params"]
+    return [*kept, type(group["lr"]), type(group["gamma"])]
+
+
+class Plan:
+    """Batches of tensors that fused steps, with their launches; renewed, not remade, each step.
+
+    Renewing must cost little for each tensor, so it asks in bulk: the same parameters and state
+    dicts, the same tensors in them, parameters and first moments at the same addresses (they would
+    move if somebody offloaded them), gradients that are dense and of the same dtype.
+    """
+
+    def __init__(self, optimizer: MARS, batches: list[Batch], members: list[list[Tensor]]) -> None:
+        from mars.engines.fused.launch import Launch, forms, is_together
+
+        self.batches = batches
+        self.structure = [_structure(group) for group in optimizer.param_groups]
+        self.everyone = optimizer._all()
+        self.idle = [p for p in self.everyone if p.grad is None]
+        self.params = [p for batch in members for p in batch]
+        self.complete = len(self.params) + len(self.idle) == len(self.everyone)
+        self.states = list(optimizer.state.values())
+        self.own = [optimizer.state[p] for p in self.params]
+        self.buffers = self._buffers()
+        self.anchors = self.params + [m for b in batches for m in b.m]
+        self.addresses = list(map(Tensor.data_ptr, self.anchors))
+        self.versions: list[int] | None = None  # of last gradients, once their norms are known
+        self.consumes = any(b.consume for b in batches)
+        self.together = is_together(batches)
+        alike: dict[Any, list[Batch]] = {}
+        for b in batches:
+            alike.setdefault((b.x[0].device, b.x[0].dtype), []).append(b)
+        self.launches: list[tuple[Launch, list[Batch]]] = []
+        for group in alike.values():
+            parts = [group] if len(forms(group)) == 1 else [[b] for b in group]
+            self.launches += [(Launch(part), part) for part in parts]
+
+    @staticmethod
+    def possible(batches: Sequence[Batch], alone: bool) -> bool:
+        """Whether these batches can be fused: a norm over all tensors must be one launch's."""
+        from mars.engines.fused.launch import forms, is_together
+
+        kinds = {(b.x[0].device, b.x[0].dtype) for b in batches}
+        return not is_together(batches) or (alone and len(kinds) == 1 and len(forms(batches)) == 1)
+
+    def _buffers(self) -> list[Tensor]:
+        return list(chain.from_iterable(map(dict.values, self.own)))
+
+    def renew(self, optimizer: MARS) -> bool:
+        """Take this step's gradients and numbers. False if anything else has changed."""
+        groups = optimizer.param_groups
+        gradients = list(map(_grad, self.params))
+        if (
+            list(map(_structure, groups)) != self.structure
+            or not _same(optimizer._all(), self.everyone)
+            or not _same(list(optimizer.state.values()), self.states)
+            or not _same(self._buffers(), self.buffers)
+            or list(map(Tensor.data_ptr, self.anchors)) != self.addresses
+            or not all(map(partial(is_not, None), gradients))
+            or any(p.grad is not None for p in self.idle)
+        ):
+            return False
+        first = 0
+        for batch in self.batches:
+            own = gradients[first : first + len(batch.x)]
+            first += len(batch.x)
+            if set(map(_dtype, own)) != {batch.x[0].dtype} or not all(map(_dense, own)):
+                return False
+            batch.g = own
+            set_numbers(batch, groups[batch.group], batch.x[0], fused=True)
+        return True
+
+    def run(self, optimizer: MARS, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """Queue the launches."""
+        versions = [version for b in self.batches for version in map(_version, b.h)]
+        for launch, batches in self.launches:
+            g = [address for b in batches for address in map(Tensor.data_ptr, b.g)]
+            h = [
+                address
+                for b in batches
+                for address in (map(Tensor.data_ptr, b.h) if b.h else [0] * len(b.x))
+            ]
+            launch.run(batches, g, h, versions == self.versions, grad_scale, found_inf)
+            if self.together:
+                optimizer._grad_norm = launch.norm
+        # Kernels write behind autograd's back; a graph that saved a parameter must notice.
+        increment_version(self.params)
+        self.versions = versions
+
+    def consume(self, optimizer: MARS, copied: bool) -> None:
+        """Let gradients become last gradients, where the group says so."""
+        if not self.consumes and not any(g["consume_grads"] for g in optimizer.param_groups):
+            return
+        state.consume_gradients(optimizer, copied)
+        first = 0
+        for batch in self.batches:
+            if batch.h:
+                own = self.own[first : first + len(batch.x)]
+                batch.h = [buffers["last_grad"] for buffers in own]
+            first += len(batch.x)
+        self.buffers = self._buffers()
+        self.versions = [version for b in self.batches for version in map(_version, b.h)]

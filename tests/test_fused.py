@@ -1,0 +1,271 @@
+"""The fused engine beyond its cells: schedule, plan, formats, AMP, global norms.
+
+Without a GPU the kernels run in Triton's interpreter; test_cuda.py has what needs the device.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import mars
+from mars import MARS
+from mars.dispatch import why_not_fused
+
+pytest.importorskip("triton")
+from mars.engines.fused import launch
+from mars.engines.fused import layout as at
+
+SHAPES = [(40, 50), (33,), (1,), (5, 5), (0,)]
+
+
+def make(*shapes, dtype=torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(s).to(dtype)) for s in shapes or SHAPES]
+
+
+def give(xs, scale: float = 1.0) -> None:
+    for x in xs:
+        x.grad = (scale * torch.randn(x.shape)).to(x.dtype)
+
+
+def pair(first: dict, second: dict, steps: int = 3, scale: float = 1.0, dtype=torch.float32):
+    """Two optimizers on the same gradients; their parameters."""
+    a = make(dtype=dtype)
+    b = [nn.Parameter(x.detach().clone()) for x in a]
+    one, two = MARS(a, **first), MARS(b, **second)
+    for _ in range(steps):
+        give(a, scale)
+        for x, y in zip(a, b, strict=True):
+            y.grad = x.grad.clone()
+        one.step()
+        two.step()
+    return one, two, a, b
+
+
+def close(a, b, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=rtol, atol=atol)
+
+
+@pytest.fixture
+def small_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items of a few blocks, so that small tensors have many."""
+    monkeypatch.setattr(launch, "UPDATE_ITEM", 512)
+    monkeypatch.setattr(launch, "NORM_ITEM", 512)
+    monkeypatch.setattr(launch, "EXACT_ITEM", 1024)
+
+
+@pytest.mark.parametrize("clip", ["tensor", "global", None])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5, 1e6])
+@pytest.mark.parametrize("scale", [1.0, 1e-3], ids=["clipped", "unclipped"])
+@pytest.mark.usefixtures("small_items")
+def test_many_items_of_a_tensor_equal_the_loop(scale, max_grad_norm, clip) -> None:
+    options = {"clip": clip, "max_grad_norm": max_grad_norm, "gamma": 0.2}
+    one, two, a, b = pair({"fused": True, **options}, {"foreach": False, **options}, scale=scale)
+    close(a, b)
+    if max_grad_norm is not None:
+        torch.testing.assert_close(one.grad_norm, two.grad_norm.float())
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("normed", [True, False])
+def test_an_item_waits_only_for_items_before_it(together, normed) -> None:
+    sizes = [100_000, 10, 0, 300_000, 9000]
+    flags = [at.CLIPPED.value, at.CLIPPED.value, at.CLIPPED.value, 0, at.CLIPPED.value]
+    work = launch.schedule(sizes, flags, together, normed and together).tolist()
+    seen: dict[tuple[int, int], int] = {}
+    for position, (entry, _) in enumerate(work):
+        seen[entry >> 28, entry & 0xFFFFFFF] = position  # the last of its kind and tensor
+    first: dict[tuple[int, int], int] = {}
+    for position, (entry, _) in reversed(list(enumerate(work))):
+        first[entry >> 28, entry & 0xFFFFFFF] = position
+    norm, exact, update, small = (op.value for op in (at.NORM, at.EXACT, at.UPDATE, at.SMALL))
+    for i, n in enumerate(sizes):
+        ops = {op for op, tensor in seen if tensor == i}
+        assert ops & {update, small}, "every tensor is updated, an empty one too"
+        if exact in ops:
+            assert seen[norm, i] < first[exact, i]
+            assert seen[exact, i] < first[update, i]
+        covered = sorted(item for entry, item in work if entry == (update << 28) + i)
+        assert covered in ([], list(range(max(1, -(-n // launch.UPDATE_ITEM)))))
+    if together:
+        last = max(p for (op, _), p in seen.items() if op in (norm, exact))
+        assert all(p > last for (op, _), p in first.items() if op == update)
+
+
+def test_a_plan_is_kept_and_dropped_when_anything_changes() -> None:
+    xs = make()
+    optimizer = MARS(xs, fused=True)
+
+    def step():
+        give(xs)
+        optimizer.step()
+        return optimizer._plan
+
+    plan = step()
+    assert plan.complete
+    assert step() is plan
+    optimizer.param_groups[0]["lr"] = 1e-5  # a number
+    optimizer.param_groups[0]["gamma"] = 0.1
+    assert step() is plan
+    optimizer.param_groups[0]["clip"] = None
+    changed = step()
+    assert changed is not plan
+    optimizer.state[xs[0]]["exp_avg"] = optimizer.state[xs[0]]["exp_avg"].clone()
+    moved = step()
+    assert moved is not changed
+    with torch.no_grad():
+        xs[1].data = xs[1].data.clone()
+    again = step()
+    assert again is not moved
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert step() is not again
+    give(xs)
+    xs[2].grad = None
+    optimizer.step()
+    assert xs[2] in optimizer._plan.idle
+    optimizer.add_param_group({"params": make((3, 3))})
+    optimizer.param_groups[-1]["params"][0].grad = torch.ones(3, 3)
+    step()
+    assert optimizer.state[optimizer.param_groups[-1]["params"][0]]["step"] == 1
+
+
+def test_a_changed_last_gradient_is_noticed() -> None:
+    """The bound of the clip takes ‖h‖ from the step before: not if somebody wrote h."""
+    for change in (False, True):
+        torch.manual_seed(1)
+        one, two, a, b = pair({"fused": True}, {"foreach": False}, scale=1e-3)
+        for optimizer, xs in ((one, a), (two, b)):
+            if change:
+                optimizer.state[xs[0]]["last_grad"].mul_(1e6)
+        give(a, 1e-3)
+        for x, y in zip(a, b, strict=True):
+            y.grad = x.grad.clone()
+        one.step()
+        two.step()
+        close(a, b)
+
+
+def test_a_gradient_that_is_not_dense_goes_to_another_engine_for_that_step() -> None:
+    xs = make((6, 4), (7,))
+    ys = [nn.Parameter(x.detach().clone()) for x in xs]
+    one, two = MARS(xs, fused=True), MARS(ys, foreach=False)
+    for i in range(4):
+        give(xs)
+        if i % 2:
+            xs[0].grad = torch.randn(4, 6).t()
+        for x, y in zip(xs, ys, strict=True):
+            y.grad = x.grad.clone()
+        one.step()
+        two.step()
+    close(xs, ys)
+
+
+def test_autograd_notices_that_a_parameter_was_stepped() -> None:
+    x = nn.Parameter(torch.randn(4, 4))
+    optimizer = MARS([x], fused=True)
+    loss = (x * x).sum()
+    x.grad = torch.ones(4, 4)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("consume", [False, True])
+def test_a_grad_scaler_is_served_inside_the_step(consume: bool) -> None:
+    torch.manual_seed(2)
+    one, two, a, b = pair({"fused": True, "consume_grads": consume}, {"foreach": False}, steps=1)
+    scale = torch.tensor(8.0)
+    for i in range(4):
+        give(a)
+        for x, y in zip(a, b, strict=True):
+            y.grad = x.grad.clone()
+            x.grad = x.grad * scale
+        one.grad_scale, one.found_inf = scale, torch.tensor(float(i == 1))
+        kept = [t.clone() for x in a for t in (x.detach(), *one.state[x].values())]
+        one.step()
+        if i == 1:  # skipped: nothing at all has changed
+            now = [t for x in a for t in (x.detach(), *one.state[x].values())]
+            assert all(torch.equal(p, q) for p, q in zip(kept, now, strict=True))
+        else:
+            two.step()
+    close(a, b)
+    del one.grad_scale, one.found_inf
+
+
+def test_a_real_grad_scaler_leaves_it_to_the_step() -> None:
+    xs = make((6, 4), (7,))
+    optimizer = MARS(xs, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    give(xs)
+    assert optimizer._step_supports_amp_scaling
+    loss = scaler.scale(sum((x * x).sum() for x in xs))
+    for x in xs:
+        x.grad = None
+    loss.backward()
+    before = [x.detach().clone() for x in xs]
+    scaler.step(optimizer)
+    scaler.update()
+    for x, old in zip(xs, before, strict=True):
+        torch.testing.assert_close(
+            optimizer.state[x]["exp_avg_sq"].sqrt().argmax(), old.abs().argmax()
+        )
+    xs[0].grad.fill_(float("inf"))
+    kept = [x.detach().clone() for x in xs]
+    scaler.step(optimizer)
+    assert all(torch.equal(x, k) for x, k in zip(xs, kept, strict=True))
+
+
+def test_consumed_gradients_that_were_clipped_are_the_last_gradients() -> None:
+    options = {"max_grad_norm": 0.1, "clip": "tensor"}
+    one, two, a, b = pair(
+        {"fused": True, "consume_grads": True, **options}, {"foreach": False, **options}
+    )
+    close(a, b)
+    for x, y in zip(a, b, strict=True):
+        assert x.grad is None
+        if "last_grad" in two.state[y]:
+            torch.testing.assert_close(one.state[x]["last_grad"], two.state[y]["last_grad"])
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "8bit", {"last_grad": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["mars-adamw", "mars-lion", "mars-m"])
+def test_lean_state_is_the_same_on_every_engine(kind, dtype, form) -> None:
+    options = {"mars_type": kind, "state_dtype": form, "ns_dtype": "float32", "lr": 1e-3}
+    for other in ("foreach", "reference"):
+        torch.manual_seed(3)
+        one, two, a, b = pair(
+            {"fused": True, **options}, {"foreach": other == "foreach", **options}, dtype=dtype
+        )
+        for x, y in zip(a, b, strict=True):
+            mine, theirs = one.state[x], two.state[y]
+            assert {k: v.dtype for k, v in mine.items()} == {k: v.dtype for k, v in theirs.items()}
+            for name in mine:
+                if mine[name].dtype in (torch.bfloat16, torch.uint8) and x.numel():
+                    same = (mine[name] == theirs[name]).float().mean()
+                    # A rounding of the arithmetic can cross a boundary of the format.
+                    assert same > 0.97, (name, float(same))
+                elif mine[name].dtype == torch.float32:
+                    torch.testing.assert_close(mine[name], theirs[name], rtol=2e-2, atol=2e-3)
+        close(a, b, rtol=2e-2, atol=2e-3)
+
+
+def test_explain_names_engine_and_reason() -> None:
+    optimizer = MARS([
+        {"params": make((3, 3)), "fused": True},
+        {"params": make((4,), dtype=torch.float64)},
+    ])  # fmt: skip
+    table = mars.explain(optimizer)
+    assert "fused" in table.splitlines()[1]
+    assert "on cpu" in table.splitlines()[2]
+    strided = nn.Parameter(torch.randn(4, 6).t())
+    assert why_not_fused({**optimizer.param_groups[0]}, strided) == "not contiguous"
+    shared = MARS([{"params": make((3, 3)), "fused": True}, {"params": make((4,))}], clip="global")
+    assert "not all fused in one launch" in mars.explain(shared)
+    give(p for g in shared.param_groups for p in g["params"])
+    shared.step()
+    assert shared._plan is None
