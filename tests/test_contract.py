@@ -438,3 +438,22 @@ def test_imported_under_another_default_device() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "1.0", done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_training_step_around_the_optimizer() -> None:
+    """Not the step alone: forward, backward and step in one compiled function."""
+    model = torch.nn.Linear(8, 8)
+    optimizer = MARS(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+
+    @torch.compile(backend="aot_eager")
+    def train(batch: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    losses = [float(train(torch.ones(4, 8)).detach()) for _ in range(8)]
+    assert losses[-1] < losses[0]
+    assert float(optimizer.state[model.weight]["step"]) == 8

@@ -69,7 +69,8 @@ def step_batches(optimizer: MARS, batches: list[tuple[Batch, str]]) -> None:
     """Step what is not fused."""
     wide = [(b.widened() if b.lean() else b, name) for b, name in batches]
     norm = clip_gradients(batch for batch, _ in wide)
-    optimizer._grad_norm = norm if norm is not None else optimizer._grad_norm
+    if norm is not None:
+        optimizer._grad_norm = norm
     length = global_length(wide)
     for (narrow, name), (batch, _) in zip(batches, wide, strict=True):
         clip_by = None
