@@ -269,3 +269,42 @@ def test_explain_names_engine_and_reason() -> None:
     give(p for g in shared.param_groups for p in g["params"])
     shared.step()
     assert shared._plan is None
+
+
+def test_a_diagnosed_step_is_one_step() -> None:
+    """Fused, then watched (by foreach or the loop), then fused: the trajectory of the loop."""
+    xs = make()
+    ys = [nn.Parameter(x.detach().clone()) for x in xs]
+    one, two = MARS(xs, fused=True), MARS(ys, foreach=False)
+
+    def step() -> None:
+        give(xs)
+        for x, y in zip(xs, ys, strict=True):
+            y.grad = x.grad.clone()
+        one.step()
+        two.step()
+
+    step()
+    step()
+    with mars.diagnose(one) as diagnosis:
+        step()
+        step()
+    assert diagnosis.readings[0].steps == 2
+    step()
+    assert one._plan is not None
+    close(xs, ys)
+    assert float(one.state[xs[0]]["step"]) == 5
+
+
+def test_a_compiled_step_between_fused_ones() -> None:
+    xs = make((6, 4), (7,))
+    ys = [nn.Parameter(x.detach().clone()) for x in xs]
+    one, two = MARS(xs, fused=True), MARS(ys, foreach=False)
+    compiled = torch.compile(one.step, backend="eager")
+    for i in range(6):
+        give(xs)
+        for x, y in zip(xs, ys, strict=True):
+            y.grad = x.grad.clone()
+        compiled() if i in (2, 3) else one.step()
+        two.step()
+    close(xs, ys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from mars.dispatch import clip_gradients, engine_for, global_length, new_batch
@@ -30,13 +31,15 @@ def collect(optimizer: MARS, plan: Plan | None) -> tuple[Plan | None, list[tuple
         if not any(name == "fused" for _, name in rest):
             return plan, rest
     fused = [batch for batch, name in found if name == "fused"]
+    made = None
     if fused and not Plan.possible(fused, alone=len(fused) == len(found)):
         found, _ = _batches(optimizer, may_fuse=False)
-        optimizer._plan = None
     elif fused:
         lists = [own for (_, name), own in zip(found, members, strict=True) if name == "fused"]
-        optimizer._plan = Plan(optimizer, fused, lists)
-    return optimizer._plan, [(batch, name) for batch, name in found if name != "fused"]
+        made = Plan(optimizer, fused, lists)
+    if not torch.compiler.is_compiling():  # a graph of the step must not set attributes
+        optimizer._plan = made
+    return made, [(batch, name) for batch, name in found if name != "fused"]
 
 
 def _batches(optimizer: MARS, may_fuse: bool) -> tuple[list[tuple[Batch, str]], list[list[Tensor]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,8 +33,24 @@ def engine_for(group: Group, params: list[Tensor]) -> str:
 
 
 @cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+def _no_triton() -> str | None:
+    """What is wrong with the Triton here; None if nothing is."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    version: str = import_module("triton").__version__
+    recent = tuple(map(int, version.split(".")[:2])) >= (3, 4)
+    return None if recent else f"Triton {version}: it needs 3.4 or newer"
+
+
+@cache
+def _no_device(device: torch.device) -> str | None:
+    """What is wrong with this device; None if nothing is."""
+    if device.type != "cuda":
+        return f"on {device.type}: it needs a CUDA device"
+    if torch.version.cuda is None:
+        return "it is tested on NVIDIA GPUs only"
+    capability = torch.cuda.get_device_capability(device)
+    return None if capability >= (7, 0) else f"compute capability {capability}: it needs 7.0"
 
 
 def why_not_fused(group: Group, p: Tensor) -> str | None:
@@ -42,13 +59,10 @@ def why_not_fused(group: Group, p: Tensor) -> str | None:
         return "fused=False" if group["fused"] is False else f"foreach={group['foreach']}"
     if group["differentiable"]:
         return "differentiable=True"
-    if not _has_triton():
-        return "Triton is not installed"
-    if not interpreted() or group["fused"] is None:
-        if p.device.type != "cuda":
-            return f"on {p.device.type}: it needs a CUDA device"
-        if torch.version.cuda is None:
-            return "it is tested on NVIDIA GPUs only"
+    in_interpreter = group["fused"] and interpreted() and p.device.type == "cpu"
+    reason = (None if in_interpreter else _no_device(p.device)) or _no_triton()
+    if reason is not None:
+        return reason
     if type(p.data) is not Tensor:
         return f"a {type(p.data).__name__}"
     if p.dtype not in FUSED_DTYPES:

@@ -284,13 +284,13 @@ class MARS(Optimizer):
         batches: list[tuple[Batch, str]] = []
         if plan is None or not plan.complete:
             plan, batches = collect(self, plan)
-        exact.remember(self, closure is not None)
         # A GradScaler hands these over if the whole step is fused; see _step_supports_amp_scaling.
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if batches and found_inf is not None:
+            raise RuntimeError("a GradScaler was told that all is fused, and it is not")
+        exact.remember(self, closure is not None)
         if plan is not None:
             plan.run(self, grad_scale, found_inf)
-        if batches and found_inf is not None:
-            raise RuntimeError("GradScaler: a gradient has changed its layout since the last step")
         step_batches(self, batches)
         if plan is not None:
             plan.consume(self, copied=found_inf is not None)
@@ -317,8 +317,8 @@ class MARS(Optimizer):
         if self._observer is not None or not all(g["is_approx"] for g in self.param_groups):
             return False
         pairs = [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
-        kinds = {(p.device, p.dtype) for _, p in pairs}
-        return len(kinds) == 1 and all(self._is_fused(g, p) for g, p in pairs)
+        alike = {(p.device, p.dtype, str(g["state_dtype"])) for g, p in pairs}
+        return len(alike) == 1 and all(self._is_fused(g, p) for g, p in pairs)
 
     def _is_fused(self, group: Group, p: Tensor) -> bool:
         g = p.grad

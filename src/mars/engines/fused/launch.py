@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import reduce
 from itertools import accumulate, chain
 from operator import and_, or_
@@ -177,13 +178,22 @@ class Launch:
         grad_scale: Tensor | None, found_inf: Tensor | None,
     ) -> None:  # fmt: skip
         """Step the batches; ``g`` and ``h`` are the addresses of gradients and last gradients."""
+        on_gpu = self.device.type == "cuda"
+        # Triton launches on the current device.
+        with torch.cuda.device(self.device) if on_gpu else nullcontext():
+            self._run(batches, g, h, h_known, grad_scale, found_inf)
+
+    def _run(
+        self, batches: Sequence[Batch], g: Sequence[int], h: Sequence[int], h_known: bool,
+        grad_scale: Tensor | None, found_inf: Tensor | None,
+    ) -> None:  # fmt: skip
         rows, pointers = zip(*(_hyper(b) for b in batches), strict=True)
         hypers = self.hypers.get(tuple(chain.from_iterable(rows)))
         addresses = self.addresses.get(tuple(chain.from_iterable(pointers)))
         gradients = self.gradients.get((*g, *h))
         amp = found_inf is not None
-        scale = self.one if grad_scale is None else grad_scale
-        inf = self.one if found_inf is None else found_inf
+        scale = self.one if grad_scale is None else grad_scale.to(self.device, non_blocking=True)
+        inf = self.one if found_inf is None else found_inf.to(self.device, non_blocking=True)
         options = {"num_warps": WARPS, "enable_fp_fusion": True}
         kernel.prepare[(-(-self.n // SIZE),)](
             self.table, self.n, hypers, addresses, self.counters, self.figures, scale, inf,
