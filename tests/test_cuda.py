@@ -389,3 +389,55 @@ def test_a_compiled_training_step_around_it() -> None:
     model(torch.ones(8, 64, device="cuda")).square().mean().backward()
     optimizer.step()
     assert optimizer._plan is not None
+
+
+@pytest.mark.parametrize("kind", ["mars-adamw", "mars-m"])
+def test_a_whole_iteration_is_captured(kind) -> None:
+    """As torch's notes on graphs do it: gradients are made inside the graph, at new addresses."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)).cuda()
+    optimizer = MARS(
+        model.parameters(), lr=torch.tensor(1e-2).cuda(), mars_type=kind, capturable=True
+    )
+    batch = torch.randn(16, 32, device="cuda")
+
+    def iterate():
+        loss = (model(batch) - batch.flip(1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=True)
+            first = iterate()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        loss = iterate()
+    for _ in range(20):
+        graph.replay()
+    assert float(loss) < float(first)
+    assert float(optimizer.state[model[0].weight]["step"]) == 23
+
+
+def test_a_captured_step_outlives_its_plan() -> None:
+    xs = big((64, 48), (48,))
+    optimizer = MARS(xs, capturable=True)
+    give(xs)
+    for _ in range(3):
+        optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    assert optimizer._captured
+    optimizer.param_groups[0]["clip"] = None  # a new plan
+    optimizer.step()
+    spoil = [torch.randn(10_000, device="cuda") for _ in range(100)]  # take what was freed
+    graph.replay()
+    assert all(x.isfinite().all() for x in xs)
+    assert float(optimizer.state[xs[0]]["step"]) == 5
+    del spoil

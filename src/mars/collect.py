@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mars.dispatch import clip_gradients, engine_for, global_length, new_batch
+from mars.dispatch import capturing, clip_gradients, engine_for, global_length, new_batch
 from mars.engines import CELLS, Batch
 from mars.plan import Plan
 
@@ -20,7 +20,10 @@ def collect(optimizer: MARS, plan: Plan | None) -> tuple[Plan | None, list[tuple
 
     A plan that is given stays, and what it steps is left out, unless it could now step more.
     """
-    found, members = _batches(optimizer, may_fuse=optimizer._observer is None)
+    compiling = torch.compiler.is_compiling()
+    # A plan is made by uploads, which a graph cannot capture.
+    may_fuse = optimizer._observer is None and not compiling and not capturing()
+    found, members = _batches(optimizer, may_fuse)
     if plan is not None:
         planned = set(map(id, plan.params))
         rest = [
@@ -37,7 +40,7 @@ def collect(optimizer: MARS, plan: Plan | None) -> tuple[Plan | None, list[tuple
     elif fused:
         lists = [own for (_, name), own in zip(found, members, strict=True) if name == "fused"]
         made = Plan(optimizer, fused, lists)
-    if not torch.compiler.is_compiling():  # a graph of the step must not set attributes
+    if not compiling:  # a graph of the step must not set attributes
         optimizer._plan = made
     return made, [(batch, name) for batch, name in found if name != "fused"]
 

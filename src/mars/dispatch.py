@@ -78,6 +78,11 @@ def why_not_fused(group: Group, p: Tensor) -> str | None:
     return None
 
 
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def _on_device(value: Scalar, x: Tensor) -> Scalar:
     """A tensor option as a 0-d tensor beside x (a copy to a GPU does not wait); a float as is."""
     if not isinstance(value, Tensor):

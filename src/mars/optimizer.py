@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 
 from mars import exact, state
 from mars.collect import collect, step_batches
-from mars.dispatch import why_not_fused
+from mars.dispatch import capturing, why_not_fused
 from mars.engines import Batch
 from mars.groups import resolve
 from mars.options import (
@@ -179,6 +179,7 @@ class MARS(Optimizer):
     def _reset_private(self) -> None:
         self._observer: Any = getattr(self, "_observer", None)  # see mars.diagnostics
         self._plan: Plan | None = None  # what a fused step leaves for the next
+        self._captured: list[Plan] = getattr(self, "_captured", [])  # graphs replay on these
         self._grad_norm: Tensor | None = None
         # Exact mode, see mars.exact: what the last gradients are ("fresh", "used" by a step, or
         # "repeated"), whether previous_grad is new, and whether any state has last_param.
@@ -304,6 +305,8 @@ class MARS(Optimizer):
             return None
         if not self._plan.renew(self):
             self._plan = None
+        elif capturing() and not self._plan.ready():
+            return None  # a graph cannot capture an upload: foreach
         return self._plan
 
     @property
@@ -384,14 +387,7 @@ class MARS(Optimizer):
                 own["step"] = self._new_step(p, group, fused=fuse)
             elif fuse and own["step"].device != p.device:
                 own["step"] = own["step"].to(p.device, torch.float32)
-            for name, dtype in names.items():
-                if name not in own:
-                    own[name] = state.new_buffer(name, dtype, p)
-                elif own[name].dtype != dtype:
-                    raise RuntimeError(
-                        f"{name} is kept in {own[name].dtype}, and state_dtype now asks for "
-                        f"{dtype}: set state_dtype before the first step"
-                    )
+            state.complete(own, p, names)
             row = (p, p.grad, own["step"], *(own[n] if n in names else None for n in state.ROW))
             low = own.get(state.LOW_HALF.get(p.dtype, ""))
             for column, value in zip(columns, (*row, low), strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from mars import state
-from mars.dispatch import set_numbers
+from mars.dispatch import capturing, set_numbers
 from mars.engines import Batch
 
 if TYPE_CHECKING:
@@ -108,17 +108,29 @@ class Plan:
             set_numbers(batch, groups[batch.group], batch.x[0], fused=True)
         return True
 
+    def _addresses(self, batches: list[Batch]) -> tuple[list[int], list[int]]:
+        """Of gradients, and of last gradients (0 where there is none)."""
+        g = [address for b in batches for address in map(Tensor.data_ptr, b.g)]
+        h = [
+            address
+            for b in batches
+            for address in (map(Tensor.data_ptr, b.h) if b.h else [0] * len(b.x))
+        ]
+        return g, h
+
+    def ready(self) -> bool:
+        """Whether a graph could capture this step: nothing would have to be uploaded."""
+        return all(launch.ready(own, *self._addresses(own)) for launch, own in self.launches)
+
     def run(self, optimizer: MARS, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Queue the launches."""
         versions = [version for b in self.batches for version in map(_version, b.h)]
-        for launch, batches in self.launches:
-            g = [address for b in batches for address in map(Tensor.data_ptr, b.g)]
-            h = [
-                address
-                for b in batches
-                for address in (map(Tensor.data_ptr, b.h) if b.h else [0] * len(b.x))
-            ]
-            launch.run(batches, g, h, versions == self.versions, grad_scale, found_inf)
+        known = versions == self.versions
+        graph = capturing()
+        if graph:
+            optimizer._captured.append(self)  # the graph replays on what it holds
+        for launch, own in self.launches:
+            launch.run(own, *self._addresses(own), known, grad_scale, found_inf, graph)
             if self.together:
                 optimizer._grad_norm = launch.norm
         # Kernels write behind autograd's back; a graph that saved a parameter must notice.

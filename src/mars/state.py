@@ -75,7 +75,19 @@ def buffers(kind: str, p: Tensor, group: Mapping[str, Any]) -> dict[str, torch.d
     return needed
 
 
-def new_buffer(name: str, dtype: torch.dtype, p: Tensor) -> Tensor:
+def complete(own: dict[str, Any], p: Tensor, names: Mapping[str, torch.dtype]) -> None:
+    """Make the buffers that are missing."""
+    for name, dtype in names.items():
+        if name not in own:
+            own[name] = _new_buffer(name, dtype, p)
+        elif own[name].dtype != dtype:
+            raise RuntimeError(
+                f"{name} is kept in {own[name].dtype}, and state_dtype now asks for {dtype}: set "
+                "state_dtype before the first step"
+            )
+
+
+def _new_buffer(name: str, dtype: torch.dtype, p: Tensor) -> Tensor:
     if dtype in (torch.uint8, torch.bfloat16) and dtype != p.dtype:
         if type(p.data) is not Tensor or p.is_complex():
             raise RuntimeError(

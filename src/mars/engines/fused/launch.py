@@ -38,25 +38,23 @@ class Slots:
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.size, self.dtype, self.device = size, dtype, device
         self.held: dict[tuple[Any, ...], Tensor] = {}
-        self.captured: list[Tensor] = []  # a captured graph replays on these for ever
+        self.captured: dict[tuple[Any, ...], Tensor] = {}  # a graph replays on these for ever
 
-    def get(self, values: tuple[Any, ...]) -> Tensor:
-        on_gpu = self.device.type == "cuda"
-        capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+    def has(self, values: tuple[Any, ...]) -> bool:
+        return values in self.held or values in self.captured
+
+    def get(self, values: tuple[Any, ...], capturing: bool) -> Tensor:
+        if values in self.captured:
+            return self.captured[values]
         slot = self.held.pop(values, None)
         if slot is None:
-            host = torch.tensor(values, dtype=self.dtype, pin_memory=on_gpu)
-            if len(self.held) < SLOTS or capturing:
+            host = torch.tensor(values, dtype=self.dtype, pin_memory=self.device.type == "cuda")
+            if len(self.held) < SLOTS:
                 slot = torch.empty(self.size, dtype=self.dtype, device=self.device)
             else:
                 slot = self.held.pop(next(iter(self.held)))  # the one not used for longest
             slot.copy_(host, non_blocking=True)
-            if capturing:
-                self.captured.append(host)
-        if capturing:
-            self.captured.append(slot)
-        else:
-            self.held[values] = slot
+        (self.captured if capturing else self.held)[values] = slot
         return slot
 
 
@@ -173,36 +171,43 @@ class Launch:
         self.addresses = Slots(2 * len(batches), torch.int64, self.device)
         self.stacks = Stacks(batches, self.device)
 
+    def _tables(
+        self, batches: Sequence[Batch], g: Sequence[int], h: Sequence[int]
+    ) -> list[tuple[Slots, tuple[Any, ...]]]:
+        """What the device must have for this step: hyper-parameters and addresses."""
+        rows, pointers = zip(*(_hyper(b) for b in batches), strict=True)
+        return [
+            (self.hypers, tuple(chain.from_iterable(rows))),
+            (self.addresses, tuple(chain.from_iterable(pointers))),
+            (self.gradients, (*g, *h)),
+        ]
+
+    def ready(self, batches: Sequence[Batch], g: Sequence[int], h: Sequence[int]) -> bool:
+        """Whether all of that is there already; a graph cannot capture its upload."""
+        return all(slots.has(values) for slots, values in self._tables(batches, g, h))
+
     def run(
         self, batches: Sequence[Batch], g: Sequence[int], h: Sequence[int], h_known: bool,
-        grad_scale: Tensor | None, found_inf: Tensor | None,
+        grad_scale: Tensor | None, found_inf: Tensor | None, capturing: bool,
     ) -> None:  # fmt: skip
         """Step the batches; ``g`` and ``h`` are the addresses of gradients and last gradients."""
-        on_gpu = self.device.type == "cuda"
-        # Triton launches on the current device.
-        with torch.cuda.device(self.device) if on_gpu else nullcontext():
-            self._run(batches, g, h, h_known, grad_scale, found_inf)
-
-    def _run(
-        self, batches: Sequence[Batch], g: Sequence[int], h: Sequence[int], h_known: bool,
-        grad_scale: Tensor | None, found_inf: Tensor | None,
-    ) -> None:  # fmt: skip
-        rows, pointers = zip(*(_hyper(b) for b in batches), strict=True)
-        hypers = self.hypers.get(tuple(chain.from_iterable(rows)))
-        addresses = self.addresses.get(tuple(chain.from_iterable(pointers)))
-        gradients = self.gradients.get((*g, *h))
+        tables = self._tables(batches, g, h)
+        hypers, addresses, gradients = (slots.get(values, capturing) for slots, values in tables)
         amp = found_inf is not None
         scale = self.one if grad_scale is None else grad_scale.to(self.device, non_blocking=True)
         inf = self.one if found_inf is None else found_inf.to(self.device, non_blocking=True)
         options = {"num_warps": WARPS, "enable_fp_fusion": True}
-        kernel.prepare[(-(-self.n // SIZE),)](
-            self.table, self.n, hypers, addresses, self.counters, self.figures, scale, inf,
-            amp, SIZE, **options,
-        )  # fmt: skip
-        kernel.step[(len(self.work),)](
-            self.table, gradients, hypers, self.work, self.n, *self.counts, int(h_known),
-            self.counters, self.figures, *self.sums, self.norm, inf,
-            *self.flags, GRAD[self.dtype], *self.forms, self.together, amp, BLOCK, NORM_ITEM,
-            EXACT_ITEM, UPDATE_ITEM, **options,
-        )  # fmt: skip
-        self.stacks.step(self, gradients, GRAD[self.dtype], inf, amp)
+        # Triton launches on the current device.
+        guard = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        with guard:
+            kernel.prepare[(-(-self.n // SIZE),)](
+                self.table, self.n, hypers, addresses, self.counters, self.figures, scale, inf,
+                amp, SIZE, **options,
+            )  # fmt: skip
+            kernel.step[(len(self.work),)](
+                self.table, gradients, hypers, self.work, self.n, *self.counts, int(h_known),
+                self.counters, self.figures, *self.sums, self.norm, inf,
+                *self.flags, GRAD[self.dtype], *self.forms, self.together, amp, BLOCK, NORM_ITEM,
+                EXACT_ITEM, UPDATE_ITEM, **options,
+            )  # fmt: skip
+            self.stacks.step(self, gradients, GRAD[self.dtype], inf, amp)
