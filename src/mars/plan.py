@@ -37,7 +37,8 @@ def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
 def _structure(group: dict[str, Any]) -> list[Any]:
     """All options but numbers, and whether those are tensors."""
     kept = [value for name, value in group.items() if name not in NUMBERS and name != "params"]
-    return [*kept, type(group["lr"]), type(group["gamma"])]
+    numbers = (group["lr"], group["gamma"])
+    return [*kept, *((n.dtype, n.device) if isinstance(n, Tensor) else None for n in numbers)]
 
 
 class Plan:

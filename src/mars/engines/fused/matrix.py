@@ -25,13 +25,13 @@ def _square(matrices, table, short, long, TALL: tl.constexpr, TILE: tl.constexpr
     cols = short if TALL else long
     rows = long if TALL else short
     across = tl.cdiv(cols, TILE)
-    r = tl.program_id(0) // across * TILE + tl.arange(0, TILE)
+    r = (tl.program_id(0) // across * TILE + tl.arange(0, TILE)).to(tl.int64)
     c = tl.program_id(0) % across * TILE + tl.arange(0, TILE)
     inside = r[:, None] * cols + c[None, :]
     mask = ((r[:, None] < rows) & (c[None, :] < cols)) != 0  # a bool for the interpreter too
     first = number.to(tl.int64) * rows * cols
     if TALL:  # in the stack it lies the other way
-        stacked = first + c[:, None] * rows + r[None, :]
+        stacked = first + c[:, None].to(tl.int64) * rows + r[None, :]
         turned = ((c[:, None] < cols) & (r[None, :] < rows)) != 0
     else:
         stacked = first + inside
@@ -168,8 +168,8 @@ def symmetric(
     r, c = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN)
     C += number.to(tl.int64) * M * M
     O += number.to(tl.int64) * M * M
-    here = r[:, None] * M + c[None, :]
-    there = c[:, None] * M + r[None, :]
+    here = r[:, None].to(tl.int64) * M + c[None, :]
+    there = c[:, None].to(tl.int64) * M + r[None, :]
     if (j * BN + BN <= i * BM) & (i * BM + BM <= M):  # all of it below the diagonal
         if ADD:
             total += beta * tl.load(C + here).to(tl.float32)
