@@ -308,3 +308,173 @@ def test_a_compiled_step_between_fused_ones() -> None:
         compiled() if i in (2, 3) else one.step()
         two.step()
     close(xs, ys)
+
+
+def test_state_of_another_layout_is_straightened() -> None:
+    x = nn.Parameter(torch.randn(2, 3, 4, 5))
+    y = nn.Parameter(x.detach().clone())
+    one, two = (MARS([p], fused=f, foreach=None if f else False, matrix_rule="flatten")
+                for p, f in ((x, True), (y, False)))  # fmt: skip
+    for i in range(4):
+        x.grad = torch.randn(2, 3, 4, 5)
+        y.grad = x.grad.clone()
+        if i == 2:
+            for name in ("exp_avg", "exp_avg_sq", "last_grad"):
+                own = one.state[x]
+                own[name] = own[name].to(memory_format=torch.channels_last)
+        one.step()
+        two.step()
+    close([x], [y])
+
+
+def test_a_consumed_gradient_of_another_layout_is_copied() -> None:
+    x = nn.Parameter(torch.randn(6, 4))
+    y = nn.Parameter(x.detach().clone())
+    one, two = MARS([x], fused=True, consume_grads=True), MARS([y], foreach=False)
+    for i in range(4):
+        g = torch.randn(6, 4)
+        x.grad = torch.empty_strided((6, 4), (1, 6)).copy_(g) if i == 1 else g.clone()
+        y.grad = g
+        one.step()
+        two.step()
+    close([x], [y])
+    assert one.state[x]["last_grad"].is_contiguous()
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.0), (0.0, 0.9), (0.0, 0.0)])
+@pytest.mark.parametrize("kind", ["mars-adamw", "mars-lion"])
+def test_small_betas_after_a_spike(kind, betas) -> None:
+    a = make((5, 7))
+    b = [nn.Parameter(x.detach().clone()) for x in a]
+    options = {"mars_type": kind, "betas": betas, "clip": None}
+    one, two = MARS(a, fused=True, **options), MARS(b, foreach=False, **options)
+    for scale in (100.0, 1.0, 1e-5, 1e-5):
+        give(a, scale)
+        b[0].grad = a[0].grad.clone()
+        one.step()
+        two.step()
+    close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_parameter_moved_to_another_group_takes_its_options() -> None:
+    xs = make((3, 3), (4, 4))
+    optimizer = MARS([{"params": [xs[0]], "lr": 1.0}, {"params": [xs[1]], "lr": 0.0}], fused=True)
+    give(xs)
+    optimizer.step()
+    groups = optimizer.param_groups
+    groups[1]["params"].insert(0, groups[0]["params"].pop())
+    before = xs[0].detach().clone()
+    optimizer.step()
+    assert torch.equal(xs[0], before)
+
+
+def test_an_offloaded_buffer_is_noticed() -> None:
+    xs = make((3, 3))
+    optimizer = MARS(xs, fused=True)
+    give(xs)
+    optimizer.step()
+    v = optimizer.state[xs[0]]["exp_avg_sq"]
+    v.data = v.data.clone()
+    before = v.clone()
+    optimizer.step()
+    assert not torch.equal(v, before)
+
+
+def test_exact_mode_never_takes_the_gradient_for_the_last_one() -> None:
+    xs, ys = make((6, 4)), None
+    ys = [nn.Parameter(x.detach().clone()) for x in xs]
+    options = {"is_approx": False, "gamma": 0.5, "lr": 0.0}
+    one, two = MARS(xs, fused=True, **options), MARS(ys, foreach=False, **options)
+    h = 20 * torch.nn.functional.normalize(torch.randn(24), dim=0).view(6, 4)
+    for _ in range(3):
+        for optimizer, p in ((one, xs[0]), (two, ys[0])):
+            p.grad = h.clone()
+            optimizer.update_previous_grad()
+            optimizer.update_last_grad()
+            p.grad = 1e-3 * torch.ones(6, 4)
+            optimizer.step()
+    torch.testing.assert_close(one.state[xs[0]]["exp_avg"], two.state[ys[0]]["exp_avg"])
+
+
+def test_the_norm_that_is_read_is_that_of_its_step() -> None:
+    xs = make((3, 3))
+    optimizer = MARS(xs, fused=True, max_grad_norm=1.0)
+    norms = []
+    for scale in (1.0, 2.0, 3.0):
+        xs[0].grad = torch.full((3, 3), scale)
+        optimizer.step()
+        norms.append(optimizer.grad_norm)
+    assert [float(n) for n in norms] == pytest.approx([3.0, 6.0, 9.0])
+    optimizer.param_groups[0]["max_grad_norm"] = None
+    give(xs)
+    optimizer.step()
+    assert optimizer.grad_norm is None
+    other = MARS(make((3, 3)), fused=True, clip="global")
+    give(other.param_groups[0]["params"])
+    other.step()
+    assert other.grad_norm is None
+
+
+def test_a_moving_max_grad_norm_keeps_the_plan() -> None:
+    one, two, a, b = pair(
+        {"fused": True, "max_grad_norm": 1.0}, {"foreach": False, "max_grad_norm": 1.0}
+    )
+    plan = one._plan
+    for limit in (0.5, 0.1):
+        one.param_groups[0]["max_grad_norm"] = two.param_groups[0]["max_grad_norm"] = limit
+        give(a)
+        for x, y in zip(a, b, strict=True):
+            y.grad = x.grad.clone()
+        one.step()
+        two.step()
+    assert one._plan is plan
+    close(a, b)
+
+
+def test_counts_of_another_dtype_are_converted() -> None:
+    xs = make((3, 3))
+    optimizer = MARS(xs, fused=True)
+    give(xs)
+    optimizer.step()
+    optimizer.state[xs[0]]["step"] = torch.tensor(1.0, dtype=torch.float64)
+    give(xs)
+    optimizer.step()
+    assert float(optimizer.state[xs[0]]["step"]) == 2.0
+
+
+def test_a_nan_in_a_gradient_of_lion_does_what_the_loop_does() -> None:
+    a = make((8, 8))
+    b = [nn.Parameter(x.detach().clone()) for x in a]
+    lion = {"mars_type": "mars-lion"}
+    one, two = MARS(a, fused=True, **lion), MARS(b, foreach=False, **lion)
+    give(a)
+    a[0].grad[0, 0] = float("nan")
+    b[0].grad = a[0].grad.clone()
+    one.step()
+    two.step()
+    torch.testing.assert_close(a[0], b[0], equal_nan=True)
+
+
+def test_a_last_gradient_that_is_needed_again_starts_as_the_gradient() -> None:
+    for form in (None, "bfloat16", "8bit"):
+        x = nn.Parameter(torch.randn(6, 4))
+        optimizer = MARS([x], fused=True, mars_type="mars-lion", clip=None, state_dtype=form)
+        x.grad = torch.randn(6, 4)
+        optimizer.step()
+        assert "last_grad" not in optimizer.state[x]
+        optimizer.param_groups[0]["clip"] = "tensor"
+        m = optimizer.state[x]["exp_avg"].clone()
+        x.grad = 1e-2 * torch.randn(6, 4)
+        optimizer.step()
+        if form is None:  # m = 0.95 m + 0.05 g, for c = g
+            want = 0.95 * m + 0.05 * x.grad
+            torch.testing.assert_close(optimizer.state[x]["exp_avg"], want)
+
+
+def test_float64_parameters_with_lean_state() -> None:
+    x = nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
+    optimizer = MARS([x], state_dtype="8bit")
+    x.grad = torch.randn(6, 4, dtype=torch.float64)
+    optimizer.step()
+    assert optimizer.state[x]["exp_avg"].dtype == torch.uint8
+    assert x.isfinite().all()

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mars.dispatch import capturing, clip_gradients, engine_for, global_length, new_batch
+from mars.dispatch import (
+    capturing,
+    clip_gradients,
+    engine_for,
+    global_length,
+    new_batch,
+    one_launch,
+    shares_norm,
+)
 from mars.engines import CELLS, Batch
 from mars.plan import Plan
 
@@ -35,7 +43,9 @@ def collect(optimizer: MARS, plan: Plan | None) -> tuple[Plan | None, list[tuple
             return plan, rest
     fused = [batch for batch, name in found if name == "fused"]
     made = None
-    if fused and not Plan.possible(fused, alone=len(fused) == len(found)):
+    pairs = [(g, p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    shared = any(shares_norm(g, p) for g, p in pairs)
+    if fused and shared and not (len(fused) == len(found) and one_launch(pairs)):
         found, _ = _batches(optimizer, may_fuse=False)
     elif fused:
         lists = [own for (_, name), own in zip(found, members, strict=True) if name == "fused"]

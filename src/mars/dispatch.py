@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
@@ -13,12 +14,14 @@ from torch import Tensor
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from mars.engines import Batch, foreach, interpreted, reference
-from mars.options import ratio_1d, state_format
+from mars.options import LEAN_BUFFERS, ratio_1d, state_format
 from mars.rule import KINDS, Hyper
 from mars.rule.estimator import Scalar
 from mars.rule.newton_schulz import NewtonSchulz
+from mars.state import kind_of, needs_last_grad
 
 Group = dict[str, Any]
+logger = logging.getLogger("mars")
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NORMS = {"reference": reference.norms, "foreach": foreach.norms}
@@ -38,8 +41,15 @@ def _no_triton() -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed"
     version: str = import_module("triton").__version__
-    recent = tuple(map(int, version.split(".")[:2])) >= (3, 4)
-    return None if recent else f"Triton {version}: it needs 3.4 or newer"
+    if tuple(map(int, version.split(".")[:2])) < (3, 4):
+        return f"Triton {version}: it needs 3.4 or newer"
+    if torch.cuda.is_available():
+        try:  # it builds its launcher here, for which it needs a C compiler
+            import_module("triton.runtime").driver.active.get_current_device()
+        except Exception as error:
+            logger.warning("no fused engine: Triton does not start here (%s)", error)
+            return f"Triton does not start here: {error}"
+    return None
 
 
 @cache
@@ -69,13 +79,22 @@ def why_not_fused(group: Group, p: Tensor) -> str | None:
         return f"{p.dtype}: it takes float32, bfloat16 and float16"
     if not p.is_contiguous():
         return "not contiguous"
-    for name in ("lr", "gamma"):
-        value = group[name]
-        if isinstance(value, Tensor) and value.is_cuda and value.dtype != torch.float32:
-            return f"{name} is a tensor of {value.dtype}: it takes float32 on a GPU"
     if torch.compiler.is_compiling():
         return "torch.compile traces foreach instead"
     return None
+
+
+def shares_norm(group: Group, p: Tensor) -> bool:
+    """Whether the step of this tensor needs a norm over many tensors."""
+    clipped = group["clip"] == "global" and needs_last_grad(kind_of(p, group), group)
+    return clipped or group["max_grad_norm"] is not None
+
+
+def one_launch(pairs: Iterable[tuple[Group, Tensor]]) -> bool:
+    """Whether fused can step these (group, parameter) pairs in one launch."""
+    return len({
+        (p.device, p.dtype, *(state_format(g, name) for name in LEAN_BUFFERS)) for g, p in pairs
+    }) <= 1  # fmt: skip
 
 
 def capturing() -> bool:
@@ -90,9 +109,13 @@ def _on_device(value: Scalar, x: Tensor) -> Scalar:
     return value.reshape(()).to(x.device, non_blocking=True)
 
 
-def _for_kernel(value: Scalar) -> Scalar:
-    """A tensor on the CPU is read here; one on the GPU by the kernel."""
-    return float(value) if isinstance(value, Tensor) and not value.is_cuda else value
+def _for_kernel(value: Scalar, x: Tensor) -> Scalar:
+    """A tensor on the CPU is read here; one on a GPU by the kernel, as float32 beside x."""
+    if not isinstance(value, Tensor):
+        return value
+    if not value.is_cuda:
+        return float(value)
+    return value.to(x.device, torch.float32, non_blocking=True)
 
 
 def set_numbers(batch: Batch, group: Group, x: Tensor, fused: bool) -> None:
@@ -102,9 +125,10 @@ def set_numbers(batch: Batch, group: Group, x: Tensor, fused: bool) -> None:
     beta1, beta2 = group["betas_1d"] if one_d else group["betas"]
     decay = group["weight_decay_1d"] if one_d else group["weight_decay"]
     lr, gamma = group["lr"], group["gamma"]
+    batch.max_grad_norm = group["max_grad_norm"]
     batch.ratio = 1.0 if KINDS[kind].corrected else ratio_1d(group)
     if fused:
-        batch.lr, gamma = _for_kernel(lr), _for_kernel(gamma)
+        batch.lr, gamma = _for_kernel(lr, x), _for_kernel(gamma, x)
         rate = batch.lr
     else:
         rate = _on_device(lr if batch.ratio == 1.0 else lr * batch.ratio, x)
@@ -130,7 +154,6 @@ def new_batch(kind: str, group: Group, index: int, x: Tensor, t: Tensor, fused: 
         host_t=not group["capturable"] and t.device.type == "cpu",
         keep_g=group["is_approx"] and not consume,
         consume=consume,
-        max_grad_norm=group["max_grad_norm"],
     )  # fmt: skip
     set_numbers(batch, group, x, fused)
     return batch

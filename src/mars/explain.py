@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from mars.dispatch import engine_for, why_not_fused
+from mars.dispatch import engine_for, one_launch, shares_norm, why_not_fused
 from mars.state import kind_of
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ def explain(optimizer: MARS) -> str:
     reasons = [why_not_fused(group, p) for _, group, p in pairs]
     if optimizer._observer is not None:
         reasons = ["mars.diagnose is watching"] * len(pairs)
-    shared = any(g["clip"] == "global" or g["max_grad_norm"] for g in optimizer.param_groups)
-    alike = len({(p.device, p.dtype) for _, _, p in pairs}) <= 1 and not any(reasons)
-    if shared and not alike:
+    both = [(group, p) for _, group, p in pairs]
+    alike = one_launch(both) and not any(reasons)
+    if any(shares_norm(*pair) for pair in both) and not alike:
         together = "a norm over all tensors, and they are not all fused in one launch"
         reasons = [reason or together for reason in reasons]
     lines: Counter[tuple[str, ...]] = Counter()

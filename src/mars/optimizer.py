@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 
 from mars import exact, state
 from mars.collect import collect, step_batches
-from mars.dispatch import capturing, why_not_fused
+from mars.dispatch import capturing, one_launch, shares_norm, why_not_fused
 from mars.engines import Batch
 from mars.groups import resolve
 from mars.options import (
@@ -312,7 +312,9 @@ class MARS(Optimizer):
     @property
     def grad_norm(self) -> Tensor | None:
         """With max_grad_norm: the gradients' norm before the last step's clip, on the device."""
-        return self._grad_norm
+        if self._grad_norm is None or all(g["max_grad_norm"] is None for g in self.param_groups):
+            return None
+        return self._grad_norm.to(torch.float32, copy=True)  # the next step writes it again
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -320,8 +322,8 @@ class MARS(Optimizer):
         if self._observer is not None or not all(g["is_approx"] for g in self.param_groups):
             return False
         pairs = [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
-        alike = {(p.device, p.dtype, str(g["state_dtype"])) for g, p in pairs}
-        return len(alike) == 1 and all(self._is_fused(g, p) for g, p in pairs)
+        alone = one_launch(pairs) or not any(shares_norm(g, p) for g, p in pairs)
+        return bool(pairs) and alone and all(self._is_fused(g, p) for g, p in pairs)
 
     def _is_fused(self, group: Group, p: Tensor) -> bool:
         g = p.grad
@@ -381,13 +383,13 @@ class MARS(Optimizer):
             fuse = may_fuse and self._is_fused(group, p)
             if "last_grad" not in names:
                 own.pop("last_grad", None)  # nobody would keep it up to date
-            elif "step" in own and "last_grad" not in own and names["last_grad"] == p.dtype:
-                own["last_grad"] = p.grad.detach().clone()  # needed from now on: c = g this once
+            elif "step" in own and "last_grad" not in own:
+                state.start_last_grad(own, p, names)  # needed from now on: c = g this once
             if "step" not in own:
                 own["step"] = self._new_step(p, group, fused=fuse)
-            elif fuse and own["step"].device != p.device:
-                own["step"] = own["step"].to(p.device, torch.float32)
             state.complete(own, p, names)
+            if fuse:
+                state.straighten(own, p)
             row = (p, p.grad, own["step"], *(own[n] if n in names else None for n in state.ROW))
             low = own.get(state.LOW_HALF.get(p.dtype, ""))
             for column, value in zip(columns, (*row, low), strict=True):

@@ -221,6 +221,8 @@ def plain_numbers(options: dict[str, Any], differentiable: bool) -> dict[str, An
         if name in ("betas", "betas_1d"):
             if not (differentiable and isinstance(value[0], Tensor)):
                 options[name] = (as_float(value[0]), as_float(value[1]))
+        elif name == "state_dtype" and isinstance(value, dict):
+            options[name] = dict(value)
         elif name in CHECKS and _is(Real, value):
             options[name] = int(value) if _is(Integral, value) else float(value)
     return options

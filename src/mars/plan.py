@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Options that are numbers, and may change from step to step without a new plan.
 NUMBERS = frozenset({
     "lr", "betas", "eps", "weight_decay", "gamma", "lr_1d", "betas_1d", "weight_decay_1d",
-    "base_lr", "initial_lr",
+    "base_lr", "initial_lr", "max_grad_norm",
 })  # fmt: skip
 
 _grad, _version, _dtype = attrgetter("grad"), attrgetter("_version"), attrgetter("dtype")
@@ -38,6 +38,7 @@ def _structure(group: dict[str, Any]) -> list[Any]:
     """All options but numbers, and whether those are tensors."""
     kept = [value for name, value in group.items() if name not in NUMBERS and name != "params"]
     numbers = (group["lr"], group["gamma"])
+    kept += [len(group["params"]), group["max_grad_norm"] is None]
     return [*kept, *((n.dtype, n.device) if isinstance(n, Tensor) else None for n in numbers)]
 
 
@@ -45,12 +46,12 @@ class Plan:
     """Batches of tensors that fused steps, with their launches; renewed, not remade, each step.
 
     Renewing must cost little for each tensor, so it asks in bulk: the same parameters and state
-    dicts, the same tensors in them, parameters and first moments at the same addresses (they would
-    move if somebody offloaded them), gradients that are dense and of the same dtype.
+    dicts, the same tensors in them at the same addresses (somebody may offload them), gradients
+    that are dense and of the same dtype.
     """
 
     def __init__(self, optimizer: MARS, batches: list[Batch], members: list[list[Tensor]]) -> None:
-        from mars.engines.fused.launch import Launch, forms, is_together
+        from mars.engines.fused.launch import Launch, forms
 
         self.batches = batches
         self.structure = [_structure(group) for group in optimizer.param_groups]
@@ -61,11 +62,12 @@ class Plan:
         self.states = list(optimizer.state.values())
         self.own = [optimizer.state[p] for p in self.params]
         self.buffers = self._buffers()
-        self.anchors = self.params + [m for b in batches for m in b.m]
-        self.addresses = list(map(Tensor.data_ptr, self.anchors))
+        self.addresses = list(map(Tensor.data_ptr, self.params + self.buffers))
         self.versions: list[int] | None = None  # of last gradients, once their norms are known
         self.consumes = any(b.consume for b in batches)
-        self.together = is_together(batches)
+        self.normed = any(b.max_grad_norm is not None for b in batches)
+        # In exact mode h is not the gradient of the step before.
+        self.repeats = all(b.keep_g or b.consume for b in batches if b.h)
         alike: dict[Any, list[Batch]] = {}
         for b in batches:
             alike.setdefault((b.x[0].device, b.x[0].dtype), []).append(b)
@@ -73,14 +75,6 @@ class Plan:
         for group in alike.values():
             parts = [group] if len(forms(group)) == 1 else [[b] for b in group]
             self.launches += [(Launch(part), part) for part in parts]
-
-    @staticmethod
-    def possible(batches: Sequence[Batch], alone: bool) -> bool:
-        """Whether these batches can be fused: a norm over all tensors must be one launch's."""
-        from mars.engines.fused.launch import forms, is_together
-
-        kinds = {(b.x[0].device, b.x[0].dtype) for b in batches}
-        return not is_together(batches) or (alone and len(kinds) == 1 and len(forms(batches)) == 1)
 
     def _buffers(self) -> list[Tensor]:
         return list(chain.from_iterable(map(dict.values, self.own)))
@@ -94,7 +88,7 @@ class Plan:
             or not _same(optimizer._all(), self.everyone)
             or not _same(list(optimizer.state.values()), self.states)
             or not _same(self._buffers(), self.buffers)
-            or list(map(Tensor.data_ptr, self.anchors)) != self.addresses
+            or list(map(Tensor.data_ptr, self.params + self.buffers)) != self.addresses
             or not all(map(partial(is_not, None), gradients))
             or any(p.grad is not None for p in self.idle)
         ):
@@ -126,13 +120,14 @@ class Plan:
     def run(self, optimizer: MARS, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Queue the launches."""
         versions = [version for b in self.batches for version in map(_version, b.h)]
-        known = versions == self.versions
         graph = capturing()
-        if graph:
+        if graph and self not in optimizer._captured:
             optimizer._captured.append(self)  # the graph replays on what it holds
+        # A replay does not ask who has written to h since.
+        known = versions == self.versions and self.repeats and not graph
         for launch, own in self.launches:
             launch.run(own, *self._addresses(own), known, grad_scale, found_inf, graph)
-            if self.together:
+            if self.normed:
                 optimizer._grad_norm = launch.norm
         # Kernels write behind autograd's back; a graph that saved a parameter must notice.
         increment_version(self.params)
@@ -150,4 +145,5 @@ class Plan:
                 batch.h = [buffers["last_grad"] for buffers in own]
             first += len(batch.x)
         self.buffers = self._buffers()
+        self.addresses = list(map(Tensor.data_ptr, self.params + self.buffers))
         self.versions = [version for b in self.batches for version in map(_version, b.h)]

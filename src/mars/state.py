@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mars.options import check_values, state_format
-from mars.rule import KINDS
+from mars.rule import KINDS, formats
 from mars.rule.formats import GROUP
 
 if TYPE_CHECKING:
@@ -87,6 +87,25 @@ def complete(own: dict[str, Any], p: Tensor, names: Mapping[str, torch.dtype]) -
             )
 
 
+def start_last_grad(own: dict[str, Any], p: Tensor, names: Mapping[str, torch.dtype]) -> None:
+    """Begin with h = g, in h's format."""
+    assert p.grad is not None
+    g = p.grad.detach()
+    if names["last_grad"] == torch.uint8:
+        bits = formats.random_bits(g, 0.0, 3)
+        own["last_grad"], own[EXPONENT["last_grad"]] = formats.encode(g.float(), bits, signed=True)
+    else:
+        own["last_grad"] = torch.empty_like(p, dtype=names["last_grad"]).copy_(g)
+
+
+def straighten(own: dict[str, Any], p: Tensor) -> None:
+    """Lay the state out as kernels read it: dense in order, steps counted beside it in float32."""
+    for name, value in own.items():
+        if not value.is_contiguous():
+            own[name] = value.contiguous()
+    own["step"] = own["step"].to(p.device, torch.float32)
+
+
 def _new_buffer(name: str, dtype: torch.dtype, p: Tensor) -> Tensor:
     if dtype in (torch.uint8, torch.bfloat16) and dtype != p.dtype:
         if type(p.data) is not Tensor or p.is_complex():
@@ -115,15 +134,20 @@ def consume_gradients(optimizer: Optimizer, copied: bool = False) -> None:
             if "last_grad" in own and not copies:
                 # Part of a larger buffer (DDP's buckets): its owner will write there again. And a
                 # compiled step guards on the identity of the state.
-                if torch.compiler.is_compiling() or not _owns_its_memory(g):
+                if torch.compiler.is_compiling() or not _owns_its_memory(g, own["last_grad"]):
                     own["last_grad"].copy_(g)
                 else:
                     own["last_grad"] = g.detach()
             p.grad = None
 
 
-def _owns_its_memory(g: Tensor) -> bool:
-    return not g._is_view() and g.untyped_storage().nbytes() == g.numel() * g.element_size()
+def _owns_its_memory(g: Tensor, h: Tensor) -> bool:
+    """Whether g can take h's place: memory of its own, laid out alike."""
+    return (
+        g.stride() == h.stride()
+        and not g._is_view()
+        and g.untyped_storage().nbytes() == g.numel() * g.element_size()
+    )
 
 
 def load(
@@ -143,6 +167,8 @@ def load(
             own = optimizer.state[p]
             wanted = buffers(kind_of(p, group), p, group)
             for name, value in saved.items():
+                if name == "step" and isinstance(value, Tensor) and value.device.type != "cpu":
+                    own[name] = value.to(p.device)  # counted on a device: on this one, then
                 if name == "step" or not isinstance(value, Tensor):
                     continue
                 if name in LOW_HALF.values() and name not in wanted:

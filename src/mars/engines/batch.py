@@ -62,11 +62,12 @@ class Batch:
 
     def widened(self) -> Batch:
         """The same batch with lean buffers decoded, for engines that know only wide ones."""
+        wide = torch.float32 if self.low else self.x[0].dtype
         return replace(
             self,
-            m=[_wide(c, e, True) for c, e in zip_longest(self.m, self.m_exp)],
-            v=[_wide(c, e, False) for c, e in zip_longest(self.v, self.v_exp)],
-            h=[_wide(c, e, True) for c, e in zip_longest(self.h, self.h_exp)],
+            m=[_wide(c, e, True).to(wide) for c, e in zip_longest(self.m, self.m_exp)],
+            v=[_wide(c, e, False).to(wide) for c, e in zip_longest(self.v, self.v_exp)],
+            h=[_wide(c, e, True).to(wide) for c, e in zip_longest(self.h, self.h_exp)],
         )
 
     def narrow(self, wide: Batch) -> None:
@@ -76,7 +77,10 @@ class Batch:
             if self.v:
                 _narrow(self.v, self.v_exp, i, wide.v[i], t, False, salt=2)
             if self.h and self.keep_g:
-                _narrow(self.h, self.h_exp, i, wide.h[i], t, True, salt=3)
+                if self.h[i].dtype == self.x[i].dtype:
+                    self.h[i].copy_(wide.h[i])  # a gradient in its own dtype
+                else:
+                    _narrow(self.h, self.h_exp, i, wide.h[i], t, True, salt=3)
 
     def steps(self) -> list[Scalar]:
         """t of each tensor: floats where the host counts, 0-d tensors elsewhere."""

@@ -42,7 +42,7 @@ from mars.engines.fused.halves import join
 @triton.jit
 def prepare(
     table, n_tensors, hypers, addresses, counters, figures, grad_scale, found_inf,
-    AMP: tl.constexpr, SIZE: tl.constexpr,
+    AMP: tl.constexpr, SLACK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Count the steps; make the numbers of each tensor; clear the counters."""
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -75,6 +75,8 @@ def prepare(
     tl.store(figure + at.RATE, lr.to(tl.float32), mask=inside)
     tl.store(figure + at.KAPPA, kappa.to(tl.float32), mask=inside)
     tl.store(figure + at.MIX, tl.where(has_h, 0.0, gamma).to(tl.float32), mask=inside)
+    tl.store(figure + at.KEEP1, beta1.to(tl.float32), mask=inside)
+    tl.store(figure + at.KEEP2, beta2.to(tl.float32), mask=inside)
     tl.store(figure + at.WEIGHT1, (1.0 - beta1).to(tl.float32), mask=inside)
     tl.store(figure + at.WEIGHT2, (1.0 - beta2).to(tl.float32), mask=inside)
     tl.store(figure + at.UNBIAS1, unbias1.to(tl.float32), mask=inside)
@@ -85,10 +87,10 @@ def prepare(
     tl.store(figure + at.FIGURE_RAW, tl.load(hyper + at.RAW).to(tl.float32), mask=inside)
     tl.store(figure + at.UNSCALE, tl.zeros((SIZE,), tl.float32) + unscale, mask=inside)
     tl.store(figure + at.STEP, t, mask=inside)
-    # ‖g‖ of the last step, as it was stored, is ‖h‖ of this one.
+    # ‖g‖ of the last step is ‖h‖ of this one, but for the rounding of h.
     g_norm = tl.load(figure + at.G_NORM, mask=inside, other=0.0)
     g_scale = tl.load(figure + at.G_SCALE, mask=inside, other=0.0)
-    tl.store(figure + at.H_NORM, g_norm * g_scale, mask=inside)
+    tl.store(figure + at.H_NORM, g_norm * g_scale * SLACK, mask=inside)
     one = tl.full((SIZE,), 1.0, tl.float32)
     tl.store(figure + at.G_SCALE, one, mask=inside)
     tl.store(figure + at.C_SCALE, one, mask=inside)
@@ -136,6 +138,7 @@ def _update(
     v_max_at, h_exp = tl.load(row + at.V_MAX), tl.load(row + at.H_EXP)
     rate, kappa = tl.load(figure + at.RATE), tl.load(figure + at.KAPPA)
     mix, weight1 = tl.load(figure + at.MIX), tl.load(figure + at.WEIGHT1)
+    keep1, keep2 = tl.load(figure + at.KEEP1), tl.load(figure + at.KEEP2)
     weight2, unbias1 = tl.load(figure + at.WEIGHT2), tl.load(figure + at.UNBIAS1)
     unbias2, eps = tl.load(figure + at.UNBIAS2), tl.load(figure + at.FIGURE_EPS)
     decay, t = tl.load(figure + at.FIGURE_DECAY), tl.load(figure + at.STEP)
@@ -180,9 +183,9 @@ def _update(
             c += kappa * (g - h)
         c *= c_scale
         if at.MIXED & ANY:
-            m += weight1 * (c - mix * c - m)
+            m = keep1 * m + weight1 * (c - mix * c)
         else:
-            m += weight1 * (c - m)
+            m = keep1 * m + weight1 * c
         store_state(
             m_at, m_exp, begin, offsets, limit, m, t, VECTOR, M_FORM, tl.float32, True, 1, BLOCK
         )
@@ -194,13 +197,13 @@ def _update(
             if matrix == 0:
                 u = m
                 if v_held < 2:
-                    u = tl.where(m > 0, 1.0, tl.where(m < 0, -1.0, m))
+                    u = tl.where(m > 0, 1.0, tl.where(m < 0, -1.0, 0.0))
                 if v_held > 0:
                     if has_v:
                         square = c
                         if at.RAW_SQUARE & ANY:
                             square = tl.where(raw, g, c)
-                        v += weight2 * (square * square - v)
+                        v = keep2 * v + weight2 * square * square
                         store_state(
                             v_at, v_exp, begin, offsets, limit, v, t, VECTOR, V_FORM, tl.float32,
                             False, 2, BLOCK,
@@ -209,7 +212,7 @@ def _update(
                             if v_max_at != 0:
                                 top = pointer(v_max_at, tl.float32) + begin
                                 old = load(top, offsets, limit, VECTOR, 2, "evict_first")
-                                v = tl.maximum(old, v)
+                                v = tl.maximum(old, v, propagate_nan=tl.PropagateNan.ALL)
                                 store(top, offsets, v, limit, VECTOR)
                         u = (m * unbias1) / (tl.sqrt(v) * unbias2 + eps)
                 x = join(high, low, GRAD)

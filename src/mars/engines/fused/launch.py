@@ -137,6 +137,9 @@ class Launch:
     def __init__(self, batches: Sequence[Batch]) -> None:
         self.device, self.dtype = batches[0].x[0].device, batches[0].x[0].dtype
         (self.forms,) = forms(batches)
+        # By how much rounding can lengthen a stored last gradient.
+        half = self.dtype != torch.float32
+        self.slack = (1.0 + 2.0**-7 * half, 1.0 + 2.0**-7, 1.0 + 2.0**-3)[self.forms[0]]
         self.together = is_together(batches)
         normed = any(b.max_grad_norm is not None for b in batches)
         rows, flags = [], []
@@ -166,6 +169,7 @@ class Launch:
         self.sums = [torch.empty(total, device=self.device) for total in totals]
         self.norm = torch.zeros((), device=self.device)
         self.one = torch.ones((), device=self.device)
+        self.zero = torch.zeros((), device=self.device)
         self.gradients = Slots(2 * self.n, torch.int64, self.device)
         self.hypers = Slots(at.HYPERS.value * len(batches), torch.float64, self.device)
         self.addresses = Slots(2 * len(batches), torch.int64, self.device)
@@ -193,16 +197,16 @@ class Launch:
         """Step the batches; ``g`` and ``h`` are the addresses of gradients and last gradients."""
         tables = self._tables(batches, g, h)
         hypers, addresses, gradients = (slots.get(values, capturing) for slots, values in tables)
-        amp = found_inf is not None
+        amp = found_inf is not None or grad_scale is not None
         scale = self.one if grad_scale is None else grad_scale.to(self.device, non_blocking=True)
-        inf = self.one if found_inf is None else found_inf.to(self.device, non_blocking=True)
+        inf = self.zero if found_inf is None else found_inf.to(self.device, non_blocking=True)
         options = {"num_warps": WARPS, "enable_fp_fusion": True}
         # Triton launches on the current device.
         guard = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
         with guard:
             kernel.prepare[(-(-self.n // SIZE),)](
                 self.table, self.n, hypers, addresses, self.counters, self.figures, scale, inf,
-                amp, SIZE, **options,
+                amp, self.slack, SIZE, **options,
             )  # fmt: skip
             kernel.step[(len(self.work),)](
                 self.table, gradients, hypers, self.work, self.n, *self.counts, int(h_known),

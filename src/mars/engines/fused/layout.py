@@ -25,14 +25,14 @@ LR, BETA1, BETA2, EPS, DECAY, GAMMA, SIGN, RAW, GLOBAL, MAX_NORM, LN_BETA1, LN_B
 HYPERS = tl.constexpr(12)
 
 # Numbers (float32) of a tensor in this step, made of its hyper-parameters and t.
-RATE, KAPPA, MIX, WEIGHT1, WEIGHT2, UNBIAS1, UNBIAS2 = (tl.constexpr(i) for i in range(7))
-FIGURE_EPS, FIGURE_DECAY, FIGURE_SIGN, FIGURE_RAW, UNSCALE, STEP = (
-    tl.constexpr(i) for i in range(7, 13)
+RATE, KAPPA, MIX, KEEP1, WEIGHT1, KEEP2, WEIGHT2 = (tl.constexpr(i) for i in range(7))
+UNBIAS1, UNBIAS2, FIGURE_EPS, FIGURE_DECAY, FIGURE_SIGN, FIGURE_RAW, UNSCALE, STEP = (
+    tl.constexpr(i) for i in range(7, 15)
 )
 # And what is found on the way: ‖g‖ of this step and of the last, what g and c are multiplied by,
 # ‖c‖, and ‖m‖ of a matrix.
-G_NORM, H_NORM, G_SCALE, C_SCALE, C_NORM, M_NORM = (tl.constexpr(i) for i in range(13, 19))
-FIGURES = tl.constexpr(20)
+G_NORM, H_NORM, G_SCALE, C_SCALE, C_NORM, M_NORM = (tl.constexpr(i) for i in range(15, 21))
+FIGURES = tl.constexpr(21)
 
 # Counters (int32) of a launch, and after them of each tensor: items done, and what is known.
 TICKET, NORMS, EXACTS, PHASE = (tl.constexpr(i) for i in range(4))
