@@ -173,16 +173,22 @@ def draw(path: Path) -> None:
     print(f"drew {path.with_suffix('.png')}")
 
 
-def main() -> None:
+def arguments(description: str, seeds: int, out: str) -> argparse.ArgumentParser:
+    """The command line of what trains in a Lab."""
     text = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=text)
+    parser = argparse.ArgumentParser(description=description, formatter_class=text)
     parser.add_argument("--train", help="uint16 tokens (default: the characters of Shakespeare)")
     parser.add_argument("--valid", help="uint16 tokens to validate on")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--size", choices=SIZES, default="cpu")
     parser.add_argument("--corpus", help="what the tokens are, for the record")
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("runs/convert_rates.json"))
+    parser.add_argument("--seeds", type=int, default=seeds)
+    parser.add_argument("--out", type=Path, default=Path(out))
+    return parser
+
+
+def main() -> None:
+    parser = arguments(__doc__, 2, "runs/convert_rates.json")
     parser.add_argument("--more", action="store_true", help="keep the points of --out, add missing")
     parser.add_argument("--draw", type=Path, help="only draw this JSON file again")
     args = parser.parse_args()

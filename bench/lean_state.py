@@ -9,14 +9,12 @@ seeds. On a GPU it also counts in how many tensor-steps the norm had to read the
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
-from pathlib import Path
 
 import torch
-from convert_rates import DECAY, SIZES, Lab, adamw
+from convert_rates import DECAY, SIZES, Lab, adamw, arguments
 
 from mars import MARS
 
@@ -42,16 +40,7 @@ class Counting(MARS):
 
 
 def main() -> None:
-    text = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=text)
-    parser.add_argument("--train", help="uint16 tokens (default: the characters of Shakespeare)")
-    parser.add_argument("--valid", help="uint16 tokens to validate on")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--size", choices=SIZES, default="cpu")
-    parser.add_argument("--corpus", help="what the tokens are, for the record")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("runs/lean_state.json"))
-    args = parser.parse_args()
+    args = arguments(__doc__, 3, "runs/lean_state.json").parse_args()
     lab = Lab(args)
     rows = []
     for form in FORMATS:

@@ -38,14 +38,19 @@ def pair(first: dict, second: dict, steps: int = 3, scale: float = 1.0, dtype=to
     one, two = MARS(a, **first), MARS(b, **second)
     for _ in range(steps):
         give(a, scale)
-        for x, y in zip(a, b, strict=True):
-            y.grad = x.grad.clone()
-        one.step()
-        two.step()
+        step_alike(one, two, a, b)
     return one, two, a, b
 
 
-def close(a, b, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+def step_alike(one: MARS, two: MARS, a, b) -> None:
+    """Step both, the second on the first one's gradients."""
+    for x, y in zip(a, b, strict=True):
+        y.grad = x.grad.clone()
+    one.step()
+    two.step()
+
+
+def assert_alike(a, b, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     for x, y in zip(a, b, strict=True):
         torch.testing.assert_close(x, y, rtol=rtol, atol=atol)
 
@@ -65,7 +70,7 @@ def small_items(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_many_items_of_a_tensor_equal_the_loop(scale, max_grad_norm, clip) -> None:
     options = {"clip": clip, "max_grad_norm": max_grad_norm, "gamma": 0.2}
     one, two, a, b = pair({"fused": True, **options}, {"foreach": False, **options}, scale=scale)
-    close(a, b)
+    assert_alike(a, b)
     if max_grad_norm is not None:
         torch.testing.assert_close(one.grad_norm, two.grad_norm.float())
 
@@ -133,6 +138,7 @@ def test_a_plan_is_kept_and_dropped_when_anything_changes() -> None:
     assert optimizer.state[optimizer.param_groups[-1]["params"][0]]["step"] == 1
 
 
+@pytest.mark.usefixtures("small_items")  # a tensor of one item takes its norm itself
 def test_a_changed_last_gradient_is_noticed() -> None:
     """The bound of the clip takes ‖h‖ from the step before: not if somebody wrote h."""
     for change in (False, True):
@@ -142,11 +148,8 @@ def test_a_changed_last_gradient_is_noticed() -> None:
             if change:
                 optimizer.state[xs[0]]["last_grad"].mul_(1e6)
         give(a, 1e-3)
-        for x, y in zip(a, b, strict=True):
-            y.grad = x.grad.clone()
-        one.step()
-        two.step()
-        close(a, b)
+        step_alike(one, two, a, b)
+        assert_alike(a, b)
 
 
 def test_a_gradient_that_is_not_dense_goes_to_another_engine_for_that_step() -> None:
@@ -157,11 +160,8 @@ def test_a_gradient_that_is_not_dense_goes_to_another_engine_for_that_step() -> 
         give(xs)
         if i % 2:
             xs[0].grad = torch.randn(4, 6).t()
-        for x, y in zip(xs, ys, strict=True):
-            y.grad = x.grad.clone()
-        one.step()
-        two.step()
-    close(xs, ys)
+        step_alike(one, two, xs, ys)
+    assert_alike(xs, ys)
 
 
 def test_autograd_notices_that_a_parameter_was_stepped() -> None:
@@ -192,7 +192,7 @@ def test_a_grad_scaler_is_served_inside_the_step(consume: bool) -> None:
             assert all(torch.equal(p, q) for p, q in zip(kept, now, strict=True))
         else:
             two.step()
-    close(a, b)
+    assert_alike(a, b)
     del one.grad_scale, one.found_inf
 
 
@@ -224,7 +224,7 @@ def test_consumed_gradients_that_were_clipped_are_the_last_gradients() -> None:
     one, two, a, b = pair(
         {"fused": True, "consume_grads": True, **options}, {"foreach": False, **options}
     )
-    close(a, b)
+    assert_alike(a, b)
     for x, y in zip(a, b, strict=True):
         assert x.grad is None
         if "last_grad" in two.state[y]:
@@ -251,7 +251,7 @@ def test_lean_state_is_the_same_on_every_engine(kind, dtype, form) -> None:
                     assert same > 0.97, (name, float(same))
                 elif mine[name].dtype == torch.float32:
                     torch.testing.assert_close(mine[name], theirs[name], rtol=2e-2, atol=2e-3)
-        close(a, b, rtol=2e-2, atol=2e-3)
+        assert_alike(a, b, rtol=2e-2, atol=2e-3)
 
 
 def test_explain_names_engine_and_reason() -> None:
@@ -279,10 +279,7 @@ def test_a_diagnosed_step_is_one_step() -> None:
 
     def step() -> None:
         give(xs)
-        for x, y in zip(xs, ys, strict=True):
-            y.grad = x.grad.clone()
-        one.step()
-        two.step()
+        step_alike(one, two, xs, ys)
 
     step()
     step()
@@ -292,7 +289,7 @@ def test_a_diagnosed_step_is_one_step() -> None:
     assert diagnosis.readings[0].steps == 2
     step()
     assert one._plan is not None
-    close(xs, ys)
+    assert_alike(xs, ys)
     assert float(one.state[xs[0]]["step"]) == 5
 
 
@@ -307,7 +304,7 @@ def test_a_compiled_step_between_fused_ones() -> None:
             y.grad = x.grad.clone()
         compiled() if i in (2, 3) else one.step()
         two.step()
-    close(xs, ys)
+    assert_alike(xs, ys)
 
 
 def test_state_of_another_layout_is_straightened() -> None:
@@ -324,7 +321,7 @@ def test_state_of_another_layout_is_straightened() -> None:
                 own[name] = own[name].to(memory_format=torch.channels_last)
         one.step()
         two.step()
-    close([x], [y])
+    assert_alike([x], [y])
 
 
 def test_a_consumed_gradient_of_another_layout_is_copied() -> None:
@@ -337,7 +334,7 @@ def test_a_consumed_gradient_of_another_layout_is_copied() -> None:
         y.grad = g
         one.step()
         two.step()
-    close([x], [y])
+    assert_alike([x], [y])
     assert one.state[x]["last_grad"].is_contiguous()
 
 
@@ -353,7 +350,7 @@ def test_small_betas_after_a_spike(kind, betas) -> None:
         b[0].grad = a[0].grad.clone()
         one.step()
         two.step()
-    close(a, b, rtol=1e-4, atol=1e-5)
+    assert_alike(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_a_parameter_moved_to_another_group_takes_its_options() -> None:
@@ -380,18 +377,19 @@ def test_an_offloaded_buffer_is_noticed() -> None:
     assert not torch.equal(v, before)
 
 
+@pytest.mark.usefixtures("small_items")
 def test_exact_mode_never_takes_the_gradient_for_the_last_one() -> None:
-    xs, ys = make((6, 4)), None
+    xs = make((40, 50))
     ys = [nn.Parameter(x.detach().clone()) for x in xs]
     options = {"is_approx": False, "gamma": 0.5, "lr": 0.0}
     one, two = MARS(xs, fused=True, **options), MARS(ys, foreach=False, **options)
-    h = 20 * torch.nn.functional.normalize(torch.randn(24), dim=0).view(6, 4)
+    h = 20 * torch.nn.functional.normalize(torch.randn(2000), dim=0).view(40, 50)
     for _ in range(3):
         for optimizer, p in ((one, xs[0]), (two, ys[0])):
             p.grad = h.clone()
             optimizer.update_previous_grad()
             optimizer.update_last_grad()
-            p.grad = 1e-3 * torch.ones(6, 4)
+            p.grad = 1e-3 * torch.ones(40, 50)
             optimizer.step()
     torch.testing.assert_close(one.state[xs[0]]["exp_avg"], two.state[ys[0]]["exp_avg"])
 
@@ -423,12 +421,9 @@ def test_a_moving_max_grad_norm_keeps_the_plan() -> None:
     for limit in (0.5, 0.1):
         one.param_groups[0]["max_grad_norm"] = two.param_groups[0]["max_grad_norm"] = limit
         give(a)
-        for x, y in zip(a, b, strict=True):
-            y.grad = x.grad.clone()
-        one.step()
-        two.step()
+        step_alike(one, two, a, b)
     assert one._plan is plan
-    close(a, b)
+    assert_alike(a, b)
 
 
 def test_counts_of_another_dtype_are_converted() -> None:

@@ -29,7 +29,7 @@ def collect(optimizer: MARS, plan: Plan | None) -> tuple[Plan | None, list[tuple
     A plan that is given stays, and what it steps is left out, unless it could now step more.
     """
     compiling = torch.compiler.is_compiling()
-    # A plan is made by uploads, which a graph cannot capture.
+    # torch.compile traces foreach; and a plan is made by uploads, which a graph cannot capture.
     may_fuse = optimizer._observer is None and not compiling and not capturing()
     found, members = _batches(optimizer, may_fuse)
     if plan is not None:

@@ -79,8 +79,6 @@ def why_not_fused(group: Group, p: Tensor) -> str | None:
         return f"{p.dtype}: it takes float32, bfloat16 and float16"
     if not p.is_contiguous():
         return "not contiguous"
-    if torch.compiler.is_compiling():
-        return "torch.compile traces foreach instead"
     return None
 
 

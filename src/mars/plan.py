@@ -64,8 +64,6 @@ class Plan:
         self.buffers = self._buffers()
         self.addresses = list(map(Tensor.data_ptr, self.params + self.buffers))
         self.versions: list[int] | None = None  # of last gradients, once their norms are known
-        self.consumes = any(b.consume for b in batches)
-        self.normed = any(b.max_grad_norm is not None for b in batches)
         # In exact mode h is not the gradient of the step before.
         self.repeats = all(b.keep_g or b.consume for b in batches if b.h)
         alike: dict[Any, list[Batch]] = {}
@@ -127,7 +125,7 @@ class Plan:
         known = versions == self.versions and self.repeats and not graph
         for launch, own in self.launches:
             launch.run(own, *self._addresses(own), known, grad_scale, found_inf, graph)
-            if self.normed:
+            if launch.normed:
                 optimizer._grad_norm = launch.norm
         # Kernels write behind autograd's back; a graph that saved a parameter must notice.
         increment_version(self.params)
@@ -135,7 +133,7 @@ class Plan:
 
     def consume(self, optimizer: MARS, copied: bool) -> None:
         """Let gradients become last gradients, where the group says so."""
-        if not self.consumes and not any(g["consume_grads"] for g in optimizer.param_groups):
+        if not any(g["consume_grads"] for g in optimizer.param_groups):
             return
         state.consume_gradients(optimizer, copied)
         first = 0

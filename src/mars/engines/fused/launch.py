@@ -126,11 +126,6 @@ def forms(batches: Sequence[Batch]) -> set[tuple[int, ...]]:
     return {tuple(next(iter(column), 0) for column in columns)}
 
 
-def is_together(batches: Sequence[Batch]) -> bool:
-    """Whether a norm over all tensors is asked for."""
-    return any(b.max_grad_norm is not None or (b.k.clip == "global" and b.h) for b in batches)
-
-
 class Launch:
     """Everything about the launches for some batches that stays the same from step to step."""
 
@@ -140,8 +135,9 @@ class Launch:
         # By how much rounding can lengthen a stored last gradient.
         half = self.dtype != torch.float32
         self.slack = (1.0 + 2.0**-7 * half, 1.0 + 2.0**-7, 1.0 + 2.0**-3)[self.forms[0]]
-        self.together = is_together(batches)
-        normed = any(b.max_grad_norm is not None for b in batches)
+        self.normed = any(b.max_grad_norm is not None for b in batches)
+        # Whether a norm over all tensors is asked for.
+        self.together = self.normed or any(b.k.clip == "global" and b.h for b in batches)
         rows, flags = [], []
         for number, b in enumerate(batches):
             columns = (b.x, b.low, b.h_exp, b.m, b.m_exp, b.v, b.v_exp, b.v_max, b.t)
@@ -159,10 +155,10 @@ class Launch:
             for row, first, count in zip(rows, firsts, counts, strict=True):
                 row += [first, count]
         clipped = sum(bool(flag & at.CLIPPED.value) for flag in flags)
-        self.counts = (self.n if normed else clipped, clipped)  # tensors with NORM, with EXACT
+        self.counts = (self.n if self.normed else clipped, clipped)  # tensors with NORM, with EXACT
         self.flags = (reduce(or_, flags), reduce(and_, flags))
         self.table = torch.tensor(rows, dtype=torch.int64).to(self.device)
-        self.work = schedule(sizes, flags, self.together, normed).to(self.device)
+        self.work = schedule(sizes, flags, self.together, self.normed).to(self.device)
         counters = at.CONTROL.value + at.COUNTERS.value * self.n
         self.counters = torch.zeros(counters, dtype=torch.int32, device=self.device)
         self.figures = torch.ones(self.n, at.FIGURES.value, device=self.device)
