@@ -1,0 +1,166 @@
+"""The directory of a run: writable or refused, owned by one process, files whole or absent.
+
+Written for POSIX: the lock is flock, which the kernel releases however its owner ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from mars.lab.errors import LabError
+
+# What a killed writer leaves behind begins so; the directory's next owner removes it.
+TEMPORARY = ".tmp-"
+
+_REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file would be larger than the limit (ulimit -f)",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "no permission to write there",
+    errno.EPERM: "no permission to write there",
+    errno.EEXIST: "a file of that name is in the way",
+    errno.ENOTDIR: "a part of the path is a file, not a directory",
+}
+
+# Descriptors of the locks held by this process.
+_held: set[int] = set()
+
+
+def _forget_locks() -> None:
+    """In a forked child: a data worker that outlives its killed parent must not hold the lock."""
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+def reason(error: OSError) -> str:
+    """Why the operating system refused, in words."""
+    return _REASONS.get(error.errno or 0, error.strerror or str(error))
+
+
+def temporary_name(path: Path) -> Path:
+    """A name beside this one that nobody uses."""
+    return path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, data: bytes | Callable[[BinaryIO], object]) -> None:
+    """Write a file such that, whatever happens, the old or the new one is there as a whole.
+
+    ``data`` is the content, or a function that writes it to the file it is given.
+    """
+    temporary = temporary_name(path)
+    try:
+        with open(temporary, "xb") as file:
+            if callable(data):
+                data(file)
+            else:
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise LabError(f"cannot write {path}: {reason(error)}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+class RunDirectory:
+    """A directory in which a run may write: made if need be, refused at once if it cannot be.
+
+    >>> import tempfile
+    >>> run = RunDirectory(Path(tempfile.mkdtemp()) / "gpt-tiny")
+    >>> with run.lock():
+    ...     write_atomically(run.path / "config.json", b"{}")
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        probe = temporary_name(self.path / "probe")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                with open(probe, "xb") as file:
+                    file.write(bytes(4096))
+                    file.flush()
+                    os.fsync(file.fileno())  # a full disk may only now be noticed
+            finally:
+                probe.unlink(missing_ok=True)
+        except OSError as error:
+            raise LabError(
+                f"cannot write in run directory {self.path}: {reason(error)}; choose another one"
+            ) from error
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Own the directory; LabError if a process does. Removes what killed writers left."""
+        try:
+            descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise LabError(f"cannot lock run directory {self.path}: {reason(error)}") from error
+        _held.add(descriptor)
+        try:
+            self._take(descriptor)
+            self._clean()
+            yield
+            os.ftruncate(descriptor, 0)  # the file stays: two owners must lock one and the same
+        finally:
+            if descriptor in _held:  # not in a child that was forked meanwhile
+                _held.discard(descriptor)
+                os.close(descriptor)
+
+    def _take(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = _owner(os.pread(descriptor, 4096, 0))
+            raise LabError(f"run directory {self.path} is in use by {owner}") from None
+        except OSError as error:
+            raise LabError(f"cannot lock run directory {self.path}: {reason(error)}") from error
+        me = {"pid": os.getpid(), "host": socket.gethostname()}
+        os.ftruncate(descriptor, 0)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name in it
+            os.pwrite(descriptor, json.dumps(me).encode(), 0)
+
+    def _clean(self) -> None:
+        for folder in (self.path, self.path / "checkpoints"):
+            for left in folder.glob(TEMPORARY + "*"):
+                if left.is_dir() and not left.is_symlink():
+                    shutil.rmtree(left, ignore_errors=True)
+                else:
+                    with contextlib.suppress(OSError):
+                        left.unlink()
+
+
+def _owner(text: bytes) -> str:
+    try:
+        owner = json.loads(text)
+        return f"process {owner['pid']} on host {owner['host']}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"
