@@ -13,7 +13,7 @@ from torch import Tensor
 from mars.engines.batch import Batch
 from mars.engines.fused import matrix as kernels
 from mars.rule import KINDS, moonlight, shampoo
-from mars.rule.newton_schulz import COEFFICIENTS, NewtonSchulz
+from mars.rule.newton_schulz import COEFFICIENTS, NewtonSchulz, Quintic
 
 if TYPE_CHECKING:
     from mars.engines.fused.launch import Launch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 LIMIT = 1 << 28  # elements of a stack: what the work space is made for
 TILE = 64
 BM, BN, BK, WARPS, STAGES = 128, 128, 64, 8, 4  # tiles of a symmetric product
+RESTART, MOST = 2, 5  # of `by_gram`: the step that begins anew, and how many steps it is good for
 
 
 @dataclass
@@ -35,36 +36,82 @@ class Stack:
     matrices: Tensor  # for each: the number of its tensor, and whether it is tall
     aligned: bool  # addresses and rows, to 16 bytes
 
+    @property
+    def gram(self) -> bool:
+        """Whether `by_gram` is cheaper, and as good."""
+        half = self.ns.dtype in ("bfloat16", "float16")
+        return half and self.long >= 2 * self.short and self.ns.steps <= MOST
 
-def step(X: Tensor, Y: Tensor, A: Tensor, B: Tensor, a: float, b: float, c: float) -> None:
-    """Y ← (a·1 + b·A + c·A²)·X with A = X·Xᵀ; A and B are work space."""
-    symmetric(X, A)
-    symmetric(A, B, c, A, b, a)
-    torch.bmm(B, X, out=Y)
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float16 if self.gram else getattr(torch, self.ns.dtype)
+
+
+def by_steps(X: Tensor, Y: Tensor, A: Tensor, B: Tensor, table: Sequence[Quintic]) -> Tensor:
+    """X ← (a·1 + b·A + c·A²)·X with A = X·Xᵀ for each (a, b, c). The rest is work space."""
+    for a, b, c in table:
+        symmetric(X, A)
+        symmetric(A, B, c, A, b, a)
+        torch.bmm(B, X, out=Y)
+        X, Y = Y, X
+    return X
+
+
+def by_gram(X: Tensor, Y: Tensor, A: Tensor, B: Tensor, table: Sequence[Quintic]) -> Tensor:
+    """The same, X multiplied twice only, in float16. A and B hold two matrices for each of X.
+
+    With B = a·1 + b·A + c·A² a step turns X into B·X and A = X·Xᵀ into B·A·B, so that X can wait
+    until the end, as P·X with the product P of all B. All of these are polynomials of the first A:
+    they commute, and their products equal their transposes. But what rounding does to the smallest
+    eigenvalues of A, a step multiplies by up to a², so A is formed anew from X in between. With 8
+    bits (bfloat16) even that is too late; with the 11 of float16 (all numbers here are below 100)
+    the result is closer to the float64 iteration than that of `by_steps` in bfloat16.
+    """
+    (A, P), (B, W) = A.chunk(2), B.chunk(2)
+    for i, (a, b, c) in enumerate(table):
+        fresh = i in (0, RESTART)
+        if i == RESTART:
+            torch.bmm(P, X, out=Y)
+            X, Y = Y, X
+        if fresh:
+            symmetric(X, A)
+            symmetric(A, P, c, A, b, a)
+        else:
+            symmetric(A, B, c, A, b, a)
+        if i + 1 not in (RESTART, len(table)):
+            symmetric(P if fresh else B, W, R=A)
+            symmetric(W, A, R=P if fresh else B)
+        if not fresh:  # of P both halves are needed: what rounding adds to them differs
+            torch.bmm(B, P, out=W)
+            P, W = W, P
+    return torch.bmm(P, X, out=Y)
 
 
 def symmetric(
     S: Tensor, out: Tensor, alpha: float = 1.0, C: Tensor | None = None, beta: float = 0.0,
-    diagonal: float = 0.0,
+    diagonal: float = 0.0, R: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """out ← α·S·Sᵀ + β·C + diagonal·1, by one half of the product where that pays."""
+    """out ← α·S·Rᵀ + β·C + diagonal·1, by one half of the product where that pays.
+
+    R is S, or commutes with it and both equal their transposes.
+    """
     n, M, K = S.shape
+    R = S if R is None else R
     tiles = sum((i * BM + BM - 1) // BN + 1 for i in range(-(-M // BM)))
     if _has_kernel(S) and M >= 512 and tiles * n >= _processors(S.device):
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        flat = S.view(n * M, K)
-        left = TensorDescriptor.from_tensor(flat, [BM, BK])
-        right = TensorDescriptor.from_tensor(flat, [BN, BK])
+        left = TensorDescriptor.from_tensor(S.view(n * M, K), [BM, BK])
+        right = TensorDescriptor.from_tensor(R.view(n * M, K), [BN, BK])
         kernels.symmetric[(tiles, n)](
             left, right, out if C is None else C, out, M, K, alpha, beta, diagonal, C is not None,
             BM, BN, BK, num_warps=WARPS, num_stages=STAGES, enable_fp_fusion=True,
         )  # fmt: skip
         return
     if C is None:
-        torch.bmm(S, S.mT, out=out)
+        torch.bmm(S, R.mT, out=out)
     else:
-        torch.baddbmm(C, S, S.mT, beta=beta, alpha=alpha, out=out)
+        torch.baddbmm(C, S, R.mT, beta=beta, alpha=alpha, out=out)
         out.diagonal(dim1=-2, dim2=-1).add_(diagonal)
 
 
@@ -109,41 +156,41 @@ class Stacks:
                 aligned = short % 16 == 0 and long % 16 == 0 and all(a for *_, a in part)
                 on_device = (scales.to(device), matrices.to(device, torch.int64))
                 self.stacks.append(Stack(kind, short, long, ns, *on_device, aligned))
-        self.space: dict[tuple[str, torch.dtype], Tensor] = {}
+        self.space: dict[str, Tensor] = {}
         for stack in self.stacks:
-            dtype, n = getattr(torch, stack.ns.dtype), len(stack.matrices)
-            for name, size in (("X", stack.long), ("Y", stack.long), ("A", stack.short),
-                               ("B", stack.short)):  # fmt: skip
-                elements = n * stack.short * size
-                space = self.space.get((name, dtype))
-                if space is None or space.numel() < elements:
-                    self.space[name, dtype] = torch.empty(elements, dtype=dtype, device=device)
+            for name in "XYAB":
+                n, rows, cols = self._shape(name, stack)
+                size = n * rows * cols * stack.dtype.itemsize
+                if name not in self.space or self.space[name].numel() < size:
+                    self.space[name] = torch.empty(size, dtype=torch.uint8, device=device)
 
     def step(
         self, launch: Launch, gradients: Tensor, grad: Any, found_inf: Tensor, amp: bool
     ) -> None:
         """Orthogonalise the momenta that the launch has left, and move the parameters."""
         for stack in self.stacks:
-            n, dtype = len(stack.matrices), getattr(torch, stack.ns.dtype)
-            X, Y = (self._part(name, dtype, n, stack.short, stack.long) for name in "XY")
-            A, B = (self._part(name, dtype, n, stack.short, stack.short) for name in "AB")
+            X, Y, A, B = (self._part(name, stack) for name in "XYAB")
             # Tiles of a matrix and of its transpose are equally many.
-            grid = (-(-stack.short // TILE) * -(-stack.long // TILE), n)
+            grid = (-(-stack.short // TILE) * -(-stack.long // TILE), len(stack.matrices))
             shape = (stack.short, stack.long)
             options = {"num_warps": 4, "enable_fp_fusion": True}
             kernels.gather[grid](
                 stack.matrices, launch.table, gradients, launch.figures, X, *shape,
                 stack.kind == "mars-shampoo", grad, launch.forms[1], stack.aligned, TILE, **options,
             )  # fmt: skip
-            table = COEFFICIENTS[stack.ns.coefficients]
-            for i in range(stack.ns.steps):
-                step(X, Y, A, B, *table[min(i, len(table) - 1)])
-                X, Y = Y, X
+            known = COEFFICIENTS[stack.ns.coefficients]
+            table = [known[min(i, len(known) - 1)] for i in range(stack.ns.steps)]
+            X = (by_gram if stack.gram else by_steps)(X, Y, A, B, table)
             kernels.scatter[grid](
                 stack.matrices, launch.table, launch.figures, X, *shape, stack.scales, found_inf,
                 grad, stack.aligned, amp, TILE, **options,
             )  # fmt: skip
 
-    def _part(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
-        elements = shape[0] * shape[1] * shape[2]
-        return self.space[name, dtype][:elements].view(shape)
+    def _shape(self, name: str, stack: Stack) -> tuple[int, int, int]:
+        n, rows = len(stack.matrices), stack.short
+        return (n, rows, stack.long) if name in "XY" else (n + n * stack.gram, rows, rows)
+
+    def _part(self, name: str, stack: Stack) -> Tensor:
+        n, rows, cols = self._shape(name, stack)
+        size = n * rows * cols * stack.dtype.itemsize
+        return self.space[name][:size].view(stack.dtype).view(n, rows, cols)

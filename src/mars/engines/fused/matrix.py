@@ -2,8 +2,7 @@
 
 `gather` writes momenta, divided by their lengths and turned so that rows ≤ columns, into a stack;
 `symmetric` forms the products that equal their transposes, one half of them; `scatter` takes the
-step. X ← (a·1 + b·A + c·A²)·X with A = X·Xᵀ, so that a step is two symmetric products and one that
-is not.
+step. In which order they are formed, matrices.py says.
 """
 
 from __future__ import annotations
@@ -146,10 +145,10 @@ def symmetric(
     left, right, C, O, M, K, alpha, beta, diagonal, ADD: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """O = α·S·Sᵀ + β·C + diagonal·1 for a stack S of (M, K); C is symmetric too.
+    """O = α·S·Rᵀ + β·C + diagonal·1 for stacks S and R of (M, K); O and C equal their transposes.
 
-    ``left`` and ``right`` describe S as one tall matrix, in blocks of (BM, BK) and (BN, BK). Tiles
-    on or below the diagonal are computed, and written twice.
+    ``left`` and ``right`` describe S and R as tall matrices, in blocks of (BM, BK) and (BN, BK).
+    Tiles on or below the diagonal are computed, and written twice.
     """
     number = tl.program_id(1)
     i = 0
