@@ -1,0 +1,61 @@
+"""`mars report`: logs in, a table and an HTML file out."""
+
+from __future__ import annotations
+
+import sys
+import webbrowser
+from dataclasses import dataclass
+from pathlib import Path
+
+from mars.lab.errors import LabError
+from mars.lab.report import page
+from mars.lab.report.rates import read_rates
+from mars.lab.report.runs import RunLog, load
+from mars.lab.report.summary import summarise
+from mars.lab.report.words import table
+
+BASELINE = "adamw"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportArgs:
+    """Make a report of runs: a table here, curves in an HTML file that needs nothing else."""
+
+    runs: tuple[str, ...]
+    """Run directories, race directories or log.jsonl files."""
+    out: str | None = None
+    """The HTML file; by default report.html in the first of them."""
+    title: str | None = None
+    """The page's title; by default the name of the race or recipe."""
+    baseline: str | None = None
+    """The optimizer to compare with; by default the race's baseline, or adamw."""
+    rates: str | None = None
+    """A JSON file with the learning-rate grid that tuned the optimizers, to be drawn too."""
+    open: bool = False
+    """Open the page in a browser."""
+
+
+def report_command(args: ReportArgs) -> Path:
+    """Write the report, print the table and where the page is."""
+    runs = load(args.runs)
+    rates = None if args.rates is None else read_rates(args.rates)
+    summary = summarise(runs, args.baseline or _baseline(runs), rates)
+    out = Path(args.out) if args.out is not None else _beside(Path(args.runs[0]))
+    if out.is_dir():
+        out = out / "report.html"
+    if not out.parent.is_dir():
+        raise LabError(f"{out}: the folder {out.parent} does not exist")
+    written = page.write(out, runs, summary, title=args.title)
+    sys.stdout.write(f"{table(summary)}\n\n{written}\n")
+    if args.open:
+        webbrowser.open(written.resolve().as_uri())
+    return written
+
+
+def _baseline(runs: list[RunLog]) -> str:
+    said = (run.race.get("baseline") for run in runs)
+    return next((name for name in said if isinstance(name, str)), BASELINE)
+
+
+def _beside(path: Path) -> Path:
+    return (path if path.is_dir() else path.parent) / "report.html"

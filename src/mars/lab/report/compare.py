@@ -1,0 +1,106 @@
+"""Which runs may stand in one table: same data, same model, same batches, same length."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from mars.lab.report.runs import RunLog
+
+Setting = tuple[tuple[str, str], ...]  # (facet, value) pairs
+
+# Where configurations of equal optimizers may differ without being different optimizers.
+OWN = ("seed", "lr", "lr_1d", "name", "label")
+ELSEWHERE = ("model", "data", "keep")  # parts that are compared otherwise, or say nothing
+
+
+def setting(run: RunLog) -> Setting:
+    """What two runs must share for their losses to mean the same."""
+    header = run.header
+    data = header.get("data")
+    data = data if isinstance(data, dict) else {}
+    config = header.get("config")
+    config = config if isinstance(config, dict) else {}
+    model, loop = config.get("model"), config.get("loop")
+    sequences = loop.get("eval_sequences") if isinstance(loop, dict) else None
+    return (
+        ("training data", _sha(data.get("train"))),
+        ("validation data", _sha(data.get("valid"))),
+        ("model", json.dumps(model, sort_keys=True)),
+        ("tokens per step", str(header.get("tokens_per_step"))),
+        ("steps", str(run.steps)),
+        ("validation sequences", str(sequences)),
+    )
+
+
+def reference(runs: Sequence[RunLog], baseline: str) -> Setting:
+    """The setting of most of the baseline's runs; without them, of most runs."""
+    base = [run for run in runs if is_baseline(run, baseline)]
+    counts = Counter(setting(run) for run in base or runs)
+    return counts.most_common(1)[0][0]
+
+
+def is_baseline(run: RunLog, baseline: str) -> bool:
+    return baseline.casefold() in (run.optimizer.casefold(), run.label.casefold())
+
+
+def contrast(own: Setting, other: Setting) -> str:
+    """In words, what differs: "steps 200 (not 400)"."""
+    parts = []
+    for (facet, mine), (_, theirs) in zip(own, other, strict=True):
+        if mine != theirs:
+            parts.append(facet if facet == "model" else f"{facet} {mine} (not {theirs})")
+    if own[2] != other[2]:
+        parts[parts.index("model")] = _model_contrast(own[2][1], other[2][1])
+    return ", ".join(parts)
+
+
+def labels(runs: Sequence[RunLog]) -> list[str]:
+    """A label a run; where one label hides several configurations, what differs is added to it."""
+    groups: dict[tuple[Setting, str], list[int]] = defaultdict(list)
+    for i, run in enumerate(runs):
+        groups[setting(run), run.label].append(i)
+    names = [run.label for run in runs]
+    for (_, label), members in groups.items():
+        flat = [flatten(runs[i].header.get("config")) for i in members]
+        keys = dict.fromkeys(key for config in flat for key in config)
+        differ = [k for k in keys if len({str(c.get(k)) for c in flat}) > 1 and not _own(k)]
+        facets = [k for k in differ if k.split(".")[0] not in ELSEWHERE]
+        if len({(runs[i].lr, runs[i].seed) for i in members}) < len(members):
+            for i, config in zip(members, flat, strict=True):
+                extra = ", ".join(f"{k.split('.')[-1]}={config.get(k)}" for k in facets)
+                names[i] = f"{label} {extra}" if extra else label
+    return names
+
+
+def flatten(config: object, prefix: str = "") -> dict[str, Any]:
+    """
+    >>> flatten({"model": {"width": 64}, "seed": 0})
+    {'model.width': 64, 'seed': 0}
+    """
+    if not isinstance(config, dict):
+        return {prefix.rstrip("."): config} if prefix else {}
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _own(key: str) -> bool:
+    return any(part in OWN for part in key.split("."))
+
+
+def _sha(part: object) -> str:
+    value = part.get("sha256") if isinstance(part, dict) else None
+    return str(value)[:12] if value else "unknown"
+
+
+def _model_contrast(mine: str, theirs: str) -> str:
+    own, other = flatten(json.loads(mine)), flatten(json.loads(theirs))
+    keys = [k for k in dict.fromkeys([*own, *other]) if own.get(k) != other.get(k)]
+    return ", ".join(f"model.{k} {own.get(k)} (not {other.get(k)})" for k in keys) or "model"

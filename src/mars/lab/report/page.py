@@ -1,0 +1,90 @@
+"""One self-contained HTML file: result, curves, settings. It needs no network and no server."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from mars.lab.report import details, result
+from mars.lab.report.markup import Child, Markup, escape, join, tag
+from mars.lab.report.payload import embed, payload
+from mars.lab.report.runs import RunLog
+from mars.lab.report.summary import Summary
+from mars.lab.report.words import headline
+from mars.lab.rundir import write_atomically
+
+SCRIPTS = ("base.js", "scale.js", "curves.js", "chart.js", "hand.js", "save.js", "page.js")
+
+
+def render(
+    runs: Sequence[RunLog],
+    summary: Summary,
+    rates: Mapping[str, Any] | None = None,
+    title: str | None = None,
+) -> str:
+    """The page. `rates`: a committed learning-rate grid, for optimizers that ran at one rate."""
+    summary = summary.with_rates(rates)
+    script = "(() => {\n'use strict';\n" + "".join(map(_resource, SCRIPTS)) + "})();"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    grid = next((curve.source for curve in summary.sensitivity if curve.source != "runs"), None)
+    title = title or default_title(runs)
+    fields: dict[str, Child] = {
+        "title": title,
+        "hash": digest,
+        "style": Markup(_resource("page.css")),
+        "facts": details.facts(summary, title),
+        "headline": headline(summary),
+        "warnings": _warnings(summary),
+        "result": result.result_table(summary),
+        "grid": "" if grid is None else join(["From a separate grid: ", tag("code", grid)]),
+        "cost": result.cost_bars(summary),
+        "runs": details.runs_section(summary),
+        "events": details.events_table(summary) or Markup("<p class=quiet>None.</p>"),
+        "configuration": details.configuration(summary),
+        "provenance": details.provenance(summary),
+        "data": Markup(embed(payload(summary))),
+        "script": Markup(script),
+    }
+    # One pass: what is filled in is never searched for more to fill in.
+    return re.sub(r"\{\{(\w+)\}\}", lambda m: escape(fields[m[1]]), _resource("page.html"))
+
+
+def write(
+    path: str | Path,
+    runs: Sequence[RunLog],
+    summary: Summary,
+    rates: Mapping[str, Any] | None = None,
+    title: str | None = None,
+) -> Path:
+    """Render into a file, which is replaced as a whole or not at all."""
+    path = Path(path)
+    text = render(runs, summary, rates, title)
+    write_atomically(path, text.encode())
+    return path
+
+
+def default_title(runs: Sequence[RunLog]) -> str:
+    """The race's name, else the recipe's."""
+    race = next((str(run.race["name"]) for run in runs if run.race.get("name")), None)
+    names = dict.fromkeys(str(run.header.get("name") or run.path.name) for run in runs)
+    labels = dict.fromkeys(run.label for run in runs)
+    return race or ", ".join(names) + (f": {next(iter(labels))}" if len(labels) == 1 else "")
+
+
+def _warnings(summary: Summary) -> Markup:
+    if not summary.warnings:
+        return Markup("")
+    loud = [tag("li", tag("strong", w)) for w in summary.warnings if w.startswith("not comp")]
+    rest = [tag("li", w) for w in summary.warnings if not w.startswith("not comp")]
+    shown, folded = [*loud, *rest][:6], [*loud, *rest][6:]
+    more = tag("details", tag("summary", f"{len(folded)} more"), tag("ul", *folded))
+    return tag("div", tag("ul", *shown), more if folded else None, class_="warnings", role="note")
+
+
+def _resource(name: str) -> str:
+    return resources.files("mars.lab.report").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,36 @@
+"""A fixed colour for each family of optimizers, so that they look the same in every report.
+
+The colours themselves are variables in page.css, one set for light and one for dark; they stay
+apart for the common kinds of colour blindness (lightness differs where hue may not).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+FAMILIES = {
+    "adamw", "mars-adamw", "muon", "mars-m", "lion", "mars-lion", "soap", "shampoo",
+    "mars-shampoo", "adopt", "sgd", "schedule-free",
+}  # fmt: skip
+SAME = {"adam": "adamw", "plain-adamw": "adamw", "nadamw": "adamw"}
+SPARE = 5  # colours for optimizers without a family
+DASHES = ("", "7 3", "2 3", "9 3 2 3")  # of the second, third … member of a family
+
+
+def colours(optimizers: Sequence[str]) -> list[tuple[str, str]]:
+    """(name of a CSS variable, dash pattern) for each.
+
+    >>> colours(["adamw", "mars-m", "adamw", "my:Own"])
+    [('adamw', ''), ('mars-m', ''), ('adamw', '7 3'), ('spare-0', '')]
+    """
+    spare: dict[str, str] = {}
+    seen: Counter[str] = Counter()
+    chosen = []
+    for optimizer in optimizers:
+        name = SAME.get(optimizer.casefold(), optimizer.casefold())
+        if name not in FAMILIES:
+            name = spare.setdefault(name, f"spare-{len(spare) % SPARE}")
+        chosen.append((name, DASHES[seen[name] % len(DASHES)]))
+        seen[name] += 1
+    return chosen

@@ -1,0 +1,270 @@
+"""What a set of runs says: one row an optimizer, compared with the baseline seed by seed.
+
+Never mixes runs that are not comparable, never drops a run that failed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mars.lab.errors import LabError
+from mars.lab.report import compare, statistics
+from mars.lab.report.rates import Sensitivity, from_grid, from_runs
+from mars.lab.report.runs import RunLog, Series
+from mars.lab.report.statistics import Difference, Spread
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One optimizer at its best learning rate. None: not known, or nothing to compare with."""
+
+    label: str
+    optimizer: str
+    lr: float
+    runs: tuple[RunLog, ...]  # at lr, one a seed
+    others: tuple[RunLog, ...]  # at other rates
+    sensitivity: Sensitivity
+    loss: Spread | None  # final validation loss over the seeds that finished
+    incomparable: str | None = None  # why it must not be compared with the rest
+    difference: Difference | None = None  # to the baseline, on equal seeds
+    tokens_to_baseline: float | None = None  # until the baseline's final loss
+    tokens_ratio: float | None = None  # of that to the baseline's own
+    seconds_to_baseline: float | None = None
+    seconds_ratio: float | None = None
+    step_seconds: float | None = None
+    optimizer_share: float | None = None  # of a step's time
+    tokens_per_second: float | None = None
+    memory: float | None = None  # peak bytes
+    state: float | None = None  # bytes of optimizer state
+
+    @property
+    def finals(self) -> dict[int, float]:
+        """Final loss by seed."""
+        return {run.seed: run.final for run in self.runs if run.final is not None}
+
+    @property
+    def ranked(self) -> bool:
+        return self.loss is not None and self.incomparable is None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Entries by final loss, the lowest first; those without one, or not comparable, last."""
+
+    entries: tuple[Entry, ...]
+    baseline: Entry | None
+    asked: str  # the baseline that was asked for
+    warnings: tuple[str, ...] = ()
+    rates: tuple[Sensitivity, ...] = ()  # from a committed grid
+    runs: tuple[RunLog, ...] = field(default=(), repr=False)
+
+    @property
+    def ranked(self) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.entries if entry.ranked)
+
+    @property
+    def sensitivity(self) -> tuple[Sensitivity, ...]:
+        """A curve an optimizer that was run at two rates or more, else from the committed grid."""
+        own = [e.sensitivity for e in self.entries if e.incomparable is None]
+        own = [curve for curve in own if len(curve.points) > 1]
+        seen = {curve.optimizer for curve in own}
+        return (*own, *(curve for curve in self.rates if curve.optimizer not in seen))
+
+    def with_rates(self, rates: Mapping[str, Any] | None) -> Summary:
+        """The same with a committed grid beside it."""
+        return self if rates is None else dataclasses.replace(self, rates=tuple(from_grid(rates)))
+
+
+def summarise(
+    runs: Sequence[RunLog], baseline: str = "adamw", rates: Mapping[str, Any] | None = None
+) -> Summary:
+    """Compare runs; `baseline` is an optimizer's name or label."""
+    if not runs:
+        raise LabError("nothing to summarise: no run was given")
+    usual = compare.reference(runs, baseline)
+    groups: dict[tuple[compare.Setting, str], list[RunLog]] = defaultdict(list)
+    for run, label in zip(runs, compare.labels(runs), strict=True):
+        groups[compare.setting(run), label].append(run)
+    entries, warnings = [], []
+    for (setting, label), members in groups.items():
+        why = None if setting == usual else compare.contrast(setting, usual)
+        if why is not None:
+            warnings.append(f"not comparable: {label}, {_count(len(members), 'run')}: {why}")
+        entry, said = _entry(label, members, why)
+        entries.append(entry)
+        warnings += said
+    base = _baseline(entries, baseline)
+    entries = [_against(entry, base) for entry in entries]
+    entries.sort(key=lambda e: (not e.ranked, e.loss.mean if e.loss else math.inf, e.label))
+    found = next((e for e in entries if base is not None and e.runs == base.runs), None)
+    warnings += _general(entries, found, baseline)
+    return Summary(tuple(entries), found, baseline, tuple(warnings), runs=tuple(runs)).with_rates(
+        rates
+    )
+
+
+def _entry(label: str, members: Sequence[RunLog], why: str | None) -> tuple[Entry, list[str]]:
+    """One optimizer's row at its best rate, not yet compared with anything."""
+    kept, warnings = _newest(label, members)
+    curve = from_runs(label, kept)
+    lr = curve.best if curve.best is not None else _fallback_rate(kept)
+    at = sorted((run for run in kept if run.lr == lr), key=lambda run: run.seed)
+    if curve.bracketed is False:
+        edge = "lowest" if lr == curve.points[0].lr else "highest"
+        warnings.append(
+            f"{label}: the best rate, {lr:g}, is the {edge} that ended: a better one may lie beyond"
+        )
+    entry = Entry(
+        label=label,
+        optimizer=members[0].optimizer,
+        lr=lr,
+        runs=tuple(at),
+        others=tuple(run for run in kept if run.lr != lr),
+        sensitivity=curve,
+        loss=statistics.spread([run.final for run in at if run.final is not None]),
+        incomparable=why,
+        **_cost([run for run in at if run.final is not None] or at),
+    )
+    for run in members:
+        if run.status != "done":
+            warnings.append(f"{label}, lr {run.lr:g}, seed {run.seed}: {describe(run)}")
+        if run.ignored:
+            lines = _count(run.ignored, "line")
+            warnings.append(f"{label}, seed {run.seed}: {lines} of its log could not be read")
+    return entry, warnings
+
+
+def describe(run: RunLog) -> str:
+    """How a run that is not done stands."""
+    text = str(run.end.get("text") or "") if run.end else ""
+    said = f"{run.status} at step {run.step} of {run.steps}"
+    return f"{said}: {text}" if text else said
+
+
+def _newest(label: str, members: Sequence[RunLog]) -> tuple[list[RunLog], list[str]]:
+    """One run a rate and seed: of equal ones the newest."""
+    groups: dict[tuple[float, int], list[RunLog]] = defaultdict(list)
+    for run in members:
+        groups[run.lr, run.seed].append(run)
+    warnings = []
+    for (lr, seed), same in groups.items():
+        same.sort(key=lambda run: str(run.header.get("time")))
+        if len(same) > 1:
+            warnings.append(
+                f"{label}, lr {lr:g}, seed {seed}: {len(same)} runs; only the newest counts"
+            )
+    return [same[-1] for same in groups.values()], warnings
+
+
+def _fallback_rate(runs: Sequence[RunLog]) -> float:
+    """No run has finished: the rate that got furthest, then the lowest loss."""
+    lowest = min(runs, key=lambda r: (-r.step, math.inf if r.last is None else r.last))
+    return lowest.lr
+
+
+def _baseline(entries: Sequence[Entry], asked: str) -> Entry | None:
+    """The baseline; of several with that name the strongest."""
+    found = [e for e in entries if e.incomparable is None]
+    found = [e for e in found if compare.is_baseline(e.runs[0], asked) or e.label == asked]
+    return min(found, key=lambda e: e.loss.mean if e.loss else math.inf, default=None)
+
+
+def _against(entry: Entry, base: Entry | None) -> Entry:
+    """The entry compared with the baseline."""
+    if base is None or base.loss is None or not entry.ranked:
+        return entry
+    found: dict[str, Any] = {}
+    own, theirs = mean_curve(entry.runs), mean_curve(base.runs)
+    for name in ("tokens", "seconds"):
+        reached = statistics.first_reach(own[name], own["loss"], base.loss.mean)
+        unit = statistics.first_reach(theirs[name], theirs["loss"], base.loss.mean)
+        found[f"{name}_to_baseline"] = reached
+        found[f"{name}_ratio"] = reached / unit if reached is not None and unit else None
+    if entry is not base:
+        found["difference"] = statistics.paired(entry.finals, base.finals)
+    return dataclasses.replace(entry, **found)
+
+
+def mean_curve(runs: Sequence[RunLog]) -> Series:
+    """The mean validation curve of the finished runs, at the steps that all of them have."""
+    curves = [_with_final(run) for run in runs if run.final is not None]
+    steps = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
+    names = ("tokens", "seconds", "loss")
+    rows = [np.mean([curve[step] for curve in curves], axis=0) for step in steps]
+    table = np.array(rows).reshape(-1, len(names))
+    return {"step": np.array(steps), **{name: table[:, i] for i, name in enumerate(names)}}
+
+
+def _with_final(run: RunLog) -> dict[float, tuple[float, float, float]]:
+    """(tokens, seconds, loss) by step; the final loss closes the curve."""
+    v = run.valid
+    columns = zip(v["step"], v["tokens"], v["seconds"], v["loss"], strict=True)
+    curve = {float(step): (float(t), float(s), float(y)) for step, t, s, y in columns}
+    if run.final is not None:
+        curve[float(run.step)] = (run.tokens, run.seconds, run.final)
+    return curve
+
+
+def _cost(runs: Sequence[RunLog]) -> dict[str, Any]:
+    """Time and memory: the median over a run, the mean over runs."""
+
+    def over(get: Callable[[RunLog], float | None]) -> float | None:
+        known = [value for value in map(get, runs) if value is not None]
+        return math.fsum(known) / len(known) if known else None
+
+    step = over(lambda run: typical(run.train, "step_seconds"))
+    own = over(lambda run: typical(run.train, "optimizer_seconds"))
+    peaks = [p for run in runs if (p := _peak(run.train)) is not None]
+    return {
+        "step_seconds": step,
+        "optimizer_share": own / step if own is not None and step else None,
+        "tokens_per_second": over(lambda run: typical(run.train, "tokens_per_second")),
+        "memory": max(peaks, default=None),
+        "state": over(_state),
+    }
+
+
+def typical(series: Series, name: str) -> float | None:
+    """The median of a column; the first record, which pays for compilation, does not count."""
+    values = series.get(name, np.array([]))
+    values = values[1:] if len(values) > 2 else values
+    values = values[np.isfinite(values)]
+    return float(np.median(values)) if len(values) else None
+
+
+def _peak(series: Series) -> float | None:
+    values = series.get("memory", np.array([]))
+    values = values[np.isfinite(values)]
+    return float(values.max()) if len(values) else None
+
+
+def _state(run: RunLog) -> float | None:
+    value = run.header.get("state_bytes")
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _general(entries: Sequence[Entry], base: Entry | None, asked: str) -> list[str]:
+    """What concerns the comparison as a whole."""
+    warnings = []
+    if base is None and len(entries) > 1:
+        warnings.append(f"no run of the baseline, {asked}: differences are not shown")
+    elif base is not None and base.loss is None:
+        warnings.append(f"the baseline, {base.label}, has no finished run to compare with")
+    machines = {str(run.header.get("hardware")) for e in entries for run in e.runs}
+    if len(machines) > 1:
+        warnings.append("the runs come from different hardware: do not compare their times")
+    codes = {str(run.header.get("code")) for e in entries for run in e.runs}
+    if len(codes) > 1:
+        warnings.append("the runs were made by different versions of the sources")
+    return warnings
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"

@@ -1,0 +1,103 @@
+"""Numbers as people read them: 1.2M tokens, 3 min 20 s, 1.5 GiB."""
+
+from __future__ import annotations
+
+import math
+
+DECIMALS = 4  # of a loss
+MINUS = "−"
+
+
+def tokens(count: float | None) -> str:
+    """
+    >>> tokens(950), tokens(1_234_567), tokens(2e9), tokens(None)
+    ('950', '1.23M', '2B', '–')
+    """
+    if count is None:
+        return "–"
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= unit * 0.9995:
+            return _three(count / unit) + name
+    return _three(count)
+
+
+def seconds(value: float | None) -> str:
+    """
+    >>> seconds(0.0123), seconds(4.2), seconds(200), seconds(7380), seconds(180000)
+    ('12.3 ms', '4.2 s', '3 min 20 s', '2 h 3 min', '2 d 2 h')
+    """
+    if value is None:
+        return "–"
+    if value < 0.9995:
+        return f"{_three(value * 1e3)} ms"
+    if value < 59.95:
+        return f"{_three(value)} s"
+    for unit, name, small, part in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if value >= unit:
+            whole, rest = divmod(round(value / small), unit // small)
+            return f"{whole} {name}" + (f" {rest} {part}" if rest else "")
+    return "–"
+
+
+def size(count: float | None) -> str:
+    """
+    >>> size(1536), size(3 * 2**30), size(None)
+    ('1.5 KiB', '3 GiB', '–')
+    """
+    if count is None:
+        return "–"
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{_three(count / unit)} {name}"
+    return f"{_three(count)} B"
+
+
+def loss(value: float | None) -> str:
+    return "–" if value is None else f"{value:.{DECIMALS}f}"
+
+
+def signed(value: float | None) -> str:
+    """
+    >>> signed(0.01), signed(-0.25), signed(0)
+    ('+0.0100', '−0.2500', '0.0000')
+    """
+    if value is None:
+        return "–"
+    text = f"{abs(value):.{DECIMALS}f}"
+    if float(text) == 0:
+        return text
+    return ("+" if value > 0 else MINUS) + text
+
+
+def rate(value: float) -> str:
+    """
+    >>> rate(0.003), rate(1.2e-05), rate(0.0001)
+    ('0.003', '1.2e-5', '1e-4')
+    """
+    if value and abs(value) < 1e-3:
+        digits, power = f"{value:.3e}".split("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+    return f"{value:.4g}"
+
+
+def share(value: float | None) -> str:
+    """
+    >>> share(0.0123), share(0.25)
+    ('1.2%', '25%')
+    """
+    if value is None:
+        return "–"
+    return f"{value:.0%}" if value >= 0.0995 else f"{value:.1%}"
+
+
+def _three(value: float) -> str:
+    """Three significant digits, no trailing zeros, no exponent."""
+    if value == 0:
+        return "0"
+    decimals = max(0, 2 - math.floor(math.log10(abs(value)) + 1e-12))
+    text = f"{value:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -1,0 +1,284 @@
+"""The summary's numbers, worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import synthetic_logs as logs
+
+from mars.lab.errors import LabError
+from mars.lab.report import headline, load, read_rates, summarise, table
+from mars.lab.report.statistics import t_quantile
+from mars.lab.report.summary import Entry, Summary
+
+
+def run(
+    folder: Path, optimizer: str, seed: int, curve: dict[int, float], lr: float = 1e-3, **head: Any
+) -> None:
+    """A finished run with exactly this validation curve (loss by step)."""
+    header = logs.header(optimizer, lr, seed, **head)
+    body: list[dict] = [
+        {"kind": "valid", **logs.at(step, second=head.pop("second", 0.1)), "loss": loss}
+        for step, loss in curve.items()
+    ]
+    logs.write(folder / f"{optimizer}-{lr:g}-{seed}", [header, *body, logs.end(body)])
+
+
+@pytest.fixture
+def three_seeds(tmp_path: Path) -> Path:
+    """AdamW ends at 3.0, 3.2, 3.1; MARS-M at 2.9, 3.0, 2.95, faster."""
+    for seed, end in enumerate((3.0, 3.2, 3.1)):
+        run(tmp_path, "adamw", seed, {0: 5.0, 200: 4.0, 400: end})
+    for seed, end in enumerate((2.9, 3.0, 2.95)):
+        run(tmp_path, "mars-m", seed, {0: 5.0, 200: 3.3, 400: end})
+    return tmp_path
+
+
+def by_label(summary: Summary, label: str) -> Entry:
+    (found,) = [entry for entry in summary.entries if entry.label == label]
+    return found
+
+
+def test_means_spread_and_interval_by_hand(three_seeds: Path) -> None:
+    summary = summarise(load([three_seeds]))
+    base, ours = by_label(summary, "AdamW"), by_label(summary, "MARS-M")
+    assert summary.entries == (ours, base)
+    assert summary.baseline is base
+    assert base.loss is not None
+    assert base.loss.mean == pytest.approx(3.1)
+    assert base.loss.sd == pytest.approx(0.1)
+    assert (base.loss.n, base.loss.low, base.loss.high) == (3, 3.0, 3.2)
+    # Differences −0.1, −0.2, −0.15: mean −0.15, sd 0.05; t(2) = 4.3027, so ± 4.3027·0.05/√3.
+    d = ours.difference
+    assert d is not None
+    assert (d.n, d.resolved) == (3, True)
+    assert d.mean == pytest.approx(-0.15)
+    assert d.low == pytest.approx(-0.15 - 4.302653 * 0.05 / math.sqrt(3), abs=1e-6)
+    assert d.high == pytest.approx(-0.15 + 4.302653 * 0.05 / math.sqrt(3), abs=1e-6)
+    assert base.difference is None
+
+
+def test_tokens_to_the_baselines_loss_by_hand(three_seeds: Path) -> None:
+    ours = by_label(summarise(load([three_seeds])), "MARS-M")
+    # The mean curve falls from 3.3 at step 200 to 2.95 at 400 and meets 3.1 after 4/7 of that.
+    steps = 200 + 200 * (3.3 - 3.1) / (3.3 - 2.95)
+    assert ours.tokens_to_baseline == pytest.approx(steps * logs.PER_STEP)
+    assert ours.tokens_ratio == pytest.approx(steps / 400)
+    assert ours.seconds_to_baseline == pytest.approx(steps * 0.1)
+
+
+def test_an_optimizer_that_never_gets_there_says_so(tmp_path: Path) -> None:
+    run(tmp_path, "adamw", 0, {0: 5.0, 400: 3.0})
+    run(tmp_path, "lion", 0, {0: 5.0, 400: 3.2})
+    summary = summarise(load([tmp_path]))
+    lion = by_label(summary, "Lion")
+    assert (lion.tokens_to_baseline, lion.tokens_ratio) == (None, None)
+    assert by_label(summary, "AdamW").tokens_ratio == 1
+
+
+def test_the_same_curve_needs_the_same_tokens_even_if_it_rises_again(tmp_path: Path) -> None:
+    for name in ("adamw", "muon"):
+        run(tmp_path, name, 0, {0: 5.0, 200: 2.8, 400: 3.0})
+    muon = by_label(summarise(load([tmp_path])), "Muon")
+    assert muon.tokens_ratio == 1
+    assert muon.tokens_to_baseline is not None
+    assert muon.tokens_to_baseline < 200 * logs.PER_STEP
+
+
+def test_seeds_are_paired_not_just_averaged(tmp_path: Path) -> None:
+    """Only seeds that both have count: here seed 1, where the other is worse."""
+    run(tmp_path, "adamw", 0, {0: 5.0, 400: 9.0})
+    run(tmp_path, "adamw", 1, {0: 5.0, 400: 3.0})
+    run(tmp_path, "muon", 1, {0: 5.0, 400: 3.1})
+    d = by_label(summarise(load([tmp_path])), "Muon").difference
+    assert d is not None
+    assert (d.n, d.low, d.resolved) == (1, None, None)
+    assert d.mean == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("df", "t"), [(1, 12.7062), (2, 4.30265), (3, 3.18245), (4, 2.77645), (7, 2.36462),
+                  (10, 2.22814), (29, 2.04523), (30, 2.04227), (120, 1.97993)],
+)  # fmt: skip
+def test_t_agrees_with_printed_tables(df: int, t: float) -> None:
+    assert t_quantile(df) == pytest.approx(t, abs=6e-6 * t)
+
+
+def test_the_best_rate_stands_in_the_table_and_is_bracketed(tmp_path: Path) -> None:
+    for lr, loss in ((1e-3, 3.3), (2e-3, 3.0), (4e-3, 3.2)):
+        for seed in (0, 1):
+            run(tmp_path, "adamw", seed, {0: 5.0, 400: loss + 0.01 * seed}, lr=lr)
+    summary = summarise(load([tmp_path]))
+    (entry,) = summary.entries
+    assert (entry.lr, entry.sensitivity.bracketed, len(entry.runs), len(entry.others)) == (
+        2e-3, True, 2, 4,
+    )  # fmt: skip
+    assert [point.losses for point in entry.sensitivity.points][1] == {0: 3.0, 1: 3.01}
+    assert summary.sensitivity == (entry.sensitivity,)
+    assert not summary.warnings
+
+
+def test_a_best_rate_at_the_edge_is_warned_of(tmp_path: Path) -> None:
+    for lr, loss in ((1e-3, 3.3), (2e-3, 3.0)):
+        run(tmp_path, "adamw", 0, {0: 5.0, 400: loss}, lr=lr)
+    summary = summarise(load([tmp_path]))
+    assert summary.entries[0].sensitivity.bracketed is False
+    assert any("a better one may lie beyond" in warning for warning in summary.warnings)
+    assert "!0.002" in table(summary)
+
+
+def test_a_rate_that_diverges_brackets_and_never_wins(tmp_path: Path) -> None:
+    for lr, loss in ((1e-3, 3.3), (2e-3, 3.0)):
+        for seed in (0, 1):
+            run(tmp_path, "adamw", seed, {0: 5.0, 400: loss}, lr=lr)
+    run(tmp_path, "adamw", 0, {0: 5.0, 400: 2.0}, lr=4e-3)  # lucky
+    dead = {"diverge": 50, "status": "failed", "text": "the loss is not finite"}
+    logs.run(tmp_path / "dead", "adamw", 4e-3, seed=1, **dead)
+    summary = summarise(load([tmp_path]))
+    (entry,) = summary.entries
+    assert (entry.lr, entry.sensitivity.bracketed) == (2e-3, True)
+    assert [(p.dead, len(p.losses)) for p in entry.sensitivity.points] == [(0, 2), (0, 2), (1, 1)]
+    assert any("diverged at step 50" in warning for warning in summary.warnings)
+
+
+def test_rates_are_compared_on_the_seeds_they_share(tmp_path: Path) -> None:
+    """A rate with an extra, bad seed must not lose because of it."""
+    for seed, loss in enumerate((3.0, 3.0, 4.0)):
+        run(tmp_path, "adamw", seed, {0: 5.0, 400: loss}, lr=1e-3)
+    run(tmp_path, "adamw", 0, {0: 5.0, 400: 3.1}, lr=2e-3)
+    assert summarise(load([tmp_path])).entries[0].lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"steps": 800}, "steps 800 (not 400)"),
+        ({"tokens_per_step": 4096}, "tokens per step 4096 (not 8192)"),
+        ({"data": {"train": {"sha256": "ff" * 32}, "valid": {"sha256": "b2" * 32}}},
+         "training data ffffffffffff (not a1a1a1a1a1a1)"),
+        ({"config": {"model": {"n_layer": 7}}}, "model.n_layer 7 (not 6)"),
+    ],
+)  # fmt: skip
+def test_runs_that_are_not_comparable_are_never_mixed(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    run(tmp_path, "adamw", 0, {0: 5.0, 400: 3.0})
+    run(tmp_path, "adamw", 1, {0: 5.0, 400: 3.0})
+    run(tmp_path, "muon", 0, {0: 5.0, 400: 1.0}, **change)
+    run(tmp_path / "more", "adamw", 0, {0: 5.0, 400: 1.0}, **change)
+    summary = summarise(load([tmp_path]))
+    (warning, _) = [w for w in summary.warnings if w.startswith("not comparable: ")]
+    assert said in warning
+    assert len(summary.ranked) == 1
+    assert summary.baseline is summary.entries[0]
+    assert summary.entries[0].loss is not None
+    assert summary.entries[0].loss.mean == 3.0  # the other AdamW, at 1.0, is a row of its own
+    for entry in summary.entries[1:]:
+        assert (entry.difference, entry.tokens_ratio) == (None, None)
+        assert entry.incomparable is not None
+    assert "not comparable" in table(summary)
+    assert "Muon is lowest" not in headline(summary)
+
+
+def test_one_label_with_two_configurations_becomes_two(tmp_path: Path) -> None:
+    for gamma in (0.025, 0.05):
+        config = logs.header("mars-m")["config"]
+        config["optimizer"]["gamma"] = gamma
+        run(tmp_path / str(gamma), "mars-m", 0, {0: 5.0, 400: 3 + gamma}, config=config)
+    labels = [entry.label for entry in summarise(load([tmp_path])).entries]
+    assert labels == ["MARS-M gamma=0.025", "MARS-M gamma=0.05"]
+
+
+def test_of_equal_runs_the_newest_counts(tmp_path: Path) -> None:
+    run(tmp_path / "a", "adamw", 0, {0: 5.0, 400: 3.0}, time="2026-01-02")
+    run(tmp_path / "b", "adamw", 0, {0: 5.0, 400: 2.0}, time="2026-01-01")
+    summary = summarise(load([tmp_path]))
+    assert summary.entries[0].finals == {0: 3.0}
+    assert any("only the newest counts" in warning for warning in summary.warnings)
+
+
+def test_runs_under_way_are_shown_but_not_ranked(tmp_path: Path) -> None:
+    logs.run(tmp_path / "a", "adamw")
+    logs.run(tmp_path / "b", "muon", upto=200, status=None)
+    summary = summarise(load([tmp_path]))
+    assert [entry.label for entry in summary.ranked] == ["AdamW"]
+    assert any("unfinished at step 200 of 400" in w for w in summary.warnings)
+    assert headline(summary).endswith("Not ranked: Muon (unfinished).")
+    alone = summarise(load([tmp_path / "b"]))
+    assert headline(alone) == "No comparable run has finished yet (1 unfinished)."
+    assert "0/1" in table(alone)
+
+
+def test_no_validation_records_is_no_crash(tmp_path: Path) -> None:
+    logs.run(tmp_path / "a", "adamw", valid=False)
+    summary = summarise(load([tmp_path]))
+    assert summary.entries[0].loss is None
+    assert headline(summary).startswith("The runs finished without a validation loss")
+
+
+def test_cost_of_a_step(tmp_path: Path) -> None:
+    logs.run(tmp_path / "a", "muon")
+    (entry,) = summarise(load([tmp_path])).entries
+    assert entry.step_seconds == pytest.approx(0.121)
+    assert entry.optimizer_share == pytest.approx(0.021 / 0.121)
+    assert entry.memory == 1.5e9
+
+
+def test_the_table_fits_a_hundred_columns(tmp_path: Path) -> None:
+    race = logs.race(tmp_path / "race")
+    logs.run(race / "x", "adamw", head={"label": "An optimizer with a very long name " * 3})
+    for line in table(summarise(load([race]))).splitlines():
+        assert len(line) <= 100, line
+
+
+@pytest.mark.parametrize(
+    ("ours", "said"),
+    [
+        ({0: 2.9, 1: 2.91}, "0.1000 below AdamW (95% CI"),
+        ({0: 2.9, 1: 3.1}, "not resolved with 2 seeds"),
+        ({0: 2.9}, "whether that is more than noise is not known"),
+        ({0: 3.1, 1: 3.2}, "no other optimizer beats the baseline"),
+        ({7: 2.9}, "no seed in common"),
+    ],
+)
+def test_the_headline_is_honest(tmp_path: Path, ours: dict[int, float], said: str) -> None:
+    for seed, loss in ((0, 3.0), (1, 3.01)):
+        run(tmp_path, "adamw", seed, {0: 5.0, 400: loss})
+    for seed, loss in ours.items():
+        run(tmp_path, "muon", seed, {0: 5.0, 400: loss})
+    assert said in headline(summarise(load([tmp_path])))
+
+
+def test_a_committed_grid_fills_in_for_rates_that_were_not_run(tmp_path: Path) -> None:
+    race = logs.race(tmp_path / "race", names=("adamw", "muon"))
+    losses = {"0.001": [3.1, 3.2], "0.01": [3.5, None], "0.0005": [3.4]}
+    tuned = {"adamw": {"label": "AdamW", "best": 1e-3, "losses": losses}}
+    grid = {"recipe": "gpt-tiny", "command": "mars tune gpt-tiny", "optimizers": tuned}
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps(grid))
+    (curve,) = summarise(load([race]), rates=read_rates(path)).sensitivity
+    assert [(p.lr, p.dead, p.mean) for p in curve.points] == [
+        (5e-4, 0, 3.4), (1e-3, 0, pytest.approx(3.15)), (1e-2, 1, 3.5),
+    ]  # fmt: skip
+    assert (curve.best, curve.bracketed, curve.source) == (1e-3, True, "mars tune gpt-tiny")
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"optimizers": {"adamw": {}}}',
+             '{"optimizers": {"adamw": {"losses": {"x": [1]}}}}',
+             '{"optimizers": {"adamw": {"losses": {"1": ["low"]}}}}'],
+)  # fmt: skip
+def test_a_bad_file_of_rates_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rates.json"
+    path.write_text(text)
+    with pytest.raises(LabError, match=r"rates\.json"):
+        read_rates(path)
+
+
+def test_nothing_is_an_error() -> None:
+    with pytest.raises(LabError, match="no run"):
+        summarise([])
