@@ -1,0 +1,106 @@
+"""Weights in a .safetensors file, written as a stream: one tensor in memory at a time.
+
+safetensors' own writer takes either all bytes at once or a path, so nothing could be hashed on the
+way; and it refuses tied weights. Here a tied tensor is written once, and the file's metadata
+(alias: name) says who else it is, as ``safetensors.torch.save_model`` does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mars.lab.errors import LabError
+
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
+}  # fmt: skip
+
+
+class Writable(Protocol):
+    """What write_tensors needs of a file."""
+
+    def write(self, data: bytes | memoryview, /) -> object:
+        """Write all of it."""
+        ...
+
+
+def aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names of tensors that are, in memory, one that has been named before: {alias: name}."""
+    first: dict[tuple[Any, ...], str] = {}
+    found = {}
+    for name, t in tensors.items():
+        if t.numel():
+            key = (t.device, t.data_ptr(), t.dtype, t.shape, t.stride())
+            if first.setdefault(key, name) != name:
+                found[name] = first[key]
+    return found
+
+
+def write_tensors(file: Writable, tensors: Mapping[str, Any]) -> None:
+    """Write a state_dict."""
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor) or t.dtype not in DTYPES or t.layout != torch.strided:
+            what = t.dtype if isinstance(t, Tensor) else type(t).__name__
+            raise LabError(f"{name} of the model is {what}, which a checkpoint cannot hold")
+    same = aliases(tensors)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **same}}
+    # Wide types first: each tensor is then aligned to its type without holes between them.
+    order = [name for name in tensors if name not in same]
+    order.sort(key=lambda name: -tensors[name].element_size())
+    end = 0
+    for name in order:
+        t = tensors[name]
+        begin, end = end, end + t.numel() * t.element_size()
+        header[name] = {
+            "dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [begin, end],
+        }  # fmt: skip
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        flat = tensors[name].detach().resolve_conj().resolve_neg().reshape(-1).cpu().contiguous()
+        if flat.numel():
+            file.write(memoryview(flat.view(torch.uint8).numpy()))
+
+
+def read_into(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Copy a file's tensors into these, in place; call ``difference`` before."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file, torch.no_grad():
+        stored = _stored(file)
+        for name, t in tensors.items():
+            t.copy_(file.get_tensor(stored[name]))
+
+
+def difference(path: Path, tensors: Mapping[str, Tensor]) -> str | None:
+    """The first thing in which a file does not fit these tensors."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        saved = _stored(file)
+        for name, t in tensors.items():
+            if name not in saved:
+                return f"it lacks {name}"
+            entry = file.get_slice(saved[name])
+            if list(entry.get_shape()) != list(t.shape):
+                return f"{name} has shape {tuple(entry.get_shape())}, the model's {tuple(t.shape)}"
+            if entry.get_dtype() != DTYPES.get(t.dtype):
+                return f"{name} is of type {entry.get_dtype()}, the model's {t.dtype}"
+        unknown = sorted(set(saved) - set(tensors))
+    return f"it has {unknown[0]}, the model has not" if unknown else None
+
+
+def _stored(file: Any) -> dict[str, str]:
+    """Every name of a tensor in the file, and the name under which it is stored."""
+    names = list(file.keys())
+    metadata: dict[str, str] = file.metadata() or {}
+    return {**{k: v for k, v in metadata.items() if v in names}, **{name: name for name in names}}
