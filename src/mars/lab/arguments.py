@@ -1,0 +1,175 @@
+"""From the words of a command line to typed data: recipes, overrides, one-line errors."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mars.lab import recipes
+from mars.lab.config import Run, check, from_json, to_json
+from mars.lab.errors import LabError
+
+T = TypeVar("T")
+
+
+class UsageError(LabError):
+    """The command line itself is wrong: exit status 2, as is usual."""
+
+
+def parse(kind: type[T], words: list[str], prog: str, about: str, default: Any = None) -> T:
+    """Words to a dataclass by tyro, whose boxes of errors become one line."""
+    try:
+        import tyro
+    except ImportError as error:
+        raise LabError('the command line needs tyro: pip install "mars-optim[lab]"') from error
+    errors = io.StringIO()
+    options: dict[str, Any] = {} if default is None else {"default": default}
+    try:
+        with contextlib.redirect_stderr(errors):
+            parsed: T = tyro.cli(
+                kind,
+                args=words,
+                prog=prog,
+                description=about,
+                config=(tyro.conf.PositionalRequiredArgs,),
+                **options,
+            )
+            return parsed
+    except SystemExit as stop:
+        if stop.code in (0, None):  # --help has been printed
+            raise
+        raise UsageError(f"{_one_line(errors.getvalue())}; see {prog} --help") from None
+
+
+def _one_line(box: str) -> str:
+    """The message in a box of tyro's, with the option it thinks was meant."""
+    plain = re.sub("\x1b\\[[0-9;]*m", "", box)
+    lines = [line.strip("│| \t") for line in plain.splitlines()]
+    # Without the title, which stands in the frame; the frame is ASCII where output is.
+    lines = [line for line in lines if line and not re.match(r"[╭╰+]|[-─]+ .* [-─]+$", line)]
+    parts: list[list[str]] = [[]]
+    for line in lines:
+        if set(line) <= set("─-"):
+            parts.append([])
+        else:
+            parts[-1].append(line)
+    parts = [part for part in parts if part]
+    if not parts:
+        return "the command line cannot be read"
+    message = " ".join(parts[0]).split(" Got errors:")[0].rstrip(".")
+    for part in parts[1:]:
+        if part[0].startswith("Perhaps you meant") and len(part) > 1:
+            message += f" (perhaps {part[1].split()[0]}?)"
+    return message[0].lower() + message[1:]
+
+
+def shorthands(words: list[str]) -> list[str]:
+    """``--optimizer NAME`` means ``--optimizer.name NAME``."""
+    words = [re.sub(r"^--optimizer(?==|$)", "--optimizer.name", word) for word in words]
+    return [part for word in words for part in _split(word)]
+
+
+def _split(word: str) -> list[str]:
+    return word.split("=", 1) if word.startswith("--") and "=" in word else [word]
+
+
+def recipe_of(words: list[str], default: str | None, prog: str) -> tuple[str, list[str]]:
+    """The recipe's name (the first word, unless it is an option), and the other words."""
+    if words and not words[0].startswith("-"):
+        return words[0], words[1:]
+    if default is None:
+        known = "".join(f"\n  {name:22} {r.about}" for name, r in recipes.RECIPES.items())
+        if any(word in ("-h", "--help") for word in words):
+            print_out(
+                f"usage: {prog} RECIPE [options]\n\n"
+                "RECIPE is one of those below, a JSON file with fields to override "
+                f"(as `mars tune` writes it),\nor the directory of a run to go on with. "
+                f"`{prog} RECIPE --help` explains every option.\n{known}\n"
+            )
+            raise SystemExit(0)
+        raise UsageError(f"{prog} needs a recipe: {', '.join(recipes.RECIPES)}")
+    return default, words
+
+
+def print_out(text: str) -> None:
+    import sys
+
+    sys.stdout.write(text)
+
+
+def base_run(name: str, words: list[str]) -> Run:
+    """The configuration that the words will override."""
+    optimizer = None
+    for word, following in pairwise(words):
+        optimizer = following if word == "--optimizer.name" else optimizer
+    path = Path(name)
+    if path.is_dir():
+        run = overridden(_read(path / "config.json"), optimizer)
+        return run.replace(keep={"out": name})
+    if path.suffix == ".json":
+        return overridden(_read(path), optimizer)
+    return recipes.make(name, optimizer)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise LabError(f"{path} is no configuration: {error}") from error
+    if not isinstance(values, dict):
+        raise LabError(f"{path} is no configuration: it holds no object")
+    return values
+
+
+def overridden(values: dict[str, Any], optimizer: str | None = None) -> Run:
+    """A recipe with the fields of a JSON object laid over it."""
+    own = values.get("optimizer", {})
+    named = own.get("name") if isinstance(own, dict) else None
+    if optimizer and named and optimizer != named:
+        raise LabError(f"the configuration is for {named}: it says nothing about {optimizer}")
+    name = values.get("recipe", "custom")
+    base = recipes.make(name, optimizer or named) if name in recipes.RECIPES else Run()
+    merged = to_json(base)
+    for part, fields in values.items():
+        if isinstance(fields, dict) and isinstance(merged.get(part), dict):
+            merged[part] = {**merged[part], **fields}
+        else:
+            merged[part] = fields
+    return check(from_json(merged))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArgs(Run):
+    """Train one model by one optimizer."""
+
+    dry_run: bool = False
+    """Print the resolved configuration, routing, memory and token budget, and stop."""
+
+
+def as_run(args: Run) -> Run:
+    """The run alone, without a command's own options."""
+    return check(Run(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Run)}))
+
+
+def with_defaults(kind: type[T], run: Run, **more: Any) -> T:
+    """A command's options with a run's fields as defaults."""
+    return kind(**{f.name: getattr(run, f.name) for f in dataclasses.fields(Run)}, **more)
+
+
+def changes(before: Run, after: Run) -> dict[str, dict[str, Any]]:
+    """The fields that differ, by part: what somebody asked for on the command line."""
+    old, new = to_json(before), to_json(after)
+    found: dict[str, dict[str, Any]] = {}
+    for part, fields in new.items():
+        if isinstance(fields, dict):
+            differing = {n for n, v in fields.items() if old[part][n] != v}
+            if differing:
+                found[part] = {n: getattr(getattr(after, part), n) for n in differing}
+    return found

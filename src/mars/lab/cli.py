@@ -1,0 +1,142 @@
+"""The command `mars`: a table of names and functions."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+
+from mars.lab.errors import LabError
+
+USAGE = """usage: mars COMMAND [options]
+
+MARS: optimizers that correct each gradient by the last one, and a laboratory for them.
+
+  race      several optimizers on the same model and batches; ends in a table and a report
+  train     one model by one optimizer: GPT-2 as published, a small GPT, your own text
+  data      text to tokens: OpenWebText, FineWeb-Edu, your files
+  report    a self-contained HTML page from the logs of runs
+  sample    text from a checkpoint
+  tune      search learning rate, decay and γ
+  doctor    versions, device, which engine would be used and why
+
+To begin:  mars race                    (no data, no GPU needed)
+           mars train gpt-tiny          mars train gpt2-small --dry-run
+           mars COMMAND --help
+"""
+
+
+def _race(words: list[str]) -> int:
+    from mars.lab.race import race_command
+
+    return race_command(words)
+
+
+def _train(words: list[str]) -> int:
+    from mars.lab import arguments
+    from mars.lab.describe import describe
+    from mars.lab.progress import Progress
+    from mars.lab.report import units
+    from mars.lab.train import train
+
+    command = shlex.join(["mars", "train", *words])
+    recipe, words = arguments.recipe_of(words, None, "mars train")
+    words = arguments.shorthands(words)
+    default = arguments.with_defaults(arguments.TrainArgs, arguments.base_run(recipe, words))
+    about = f"Train: {recipe}. Every field can be overridden."
+    args = arguments.parse(arguments.TrainArgs, words, f"mars train {recipe}", about, default)
+    run = arguments.as_run(args)
+    if args.dry_run:
+        sys.stdout.write(describe(run) + "\n")
+        return 0
+    with Progress(run.loop.steps) as progress:
+        outcome = train(run, command=command, watch=progress)
+    loss = "" if outcome.valid is None else f", validation loss {units.loss(outcome.valid)}"
+    sys.stdout.write(f"{outcome.status} at step {outcome.step}{loss}: {outcome.directory}\n")
+    if outcome.status == "stopped":
+        sys.stdout.write("the same command goes on from there\n")
+    return 0
+
+
+def _data(words: list[str]) -> int:
+    from mars.lab.arguments import parse
+    from mars.lab.data.command import DataArgs, data_command
+
+    about = "Turn text into shards of tokens with a manifest; an interrupted run goes on."
+    data_command(parse(DataArgs, words, "mars data", about))
+    return 0
+
+
+def _report(words: list[str]) -> int:
+    from mars.lab.arguments import parse
+    from mars.lab.report.command import ReportArgs, report_command
+
+    about = "Make a self-contained HTML page from the logs of runs or races, and print the table."
+    report_command(parse(ReportArgs, words, "mars report", about))
+    return 0
+
+
+def _sample(words: list[str]) -> int:
+    from mars.lab.arguments import parse
+    from mars.lab.sample import SampleArgs, sample_command
+
+    about = "Continue a text with a trained model."
+    sample_command(parse(SampleArgs, words, "mars sample", about))
+    return 0
+
+
+def _tune(words: list[str]) -> int:
+    from mars.lab.tune import tune_command
+
+    return tune_command(words)
+
+
+def _doctor(words: list[str]) -> int:
+    from mars.lab.arguments import parse
+    from mars.lab.doctor import DoctorArgs, doctor_command
+
+    about = "What is installed, what is the device, which engine steps what, and why."
+    doctor_command(parse(DoctorArgs, words, "mars doctor", about))
+    return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "race": _race,
+    "train": _train,
+    "data": _data,
+    "report": _report,
+    "sample": _sample,
+    "tune": _tune,
+    "doctor": _doctor,
+}
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run a command; errors that a user can mend are one line on standard error."""
+    words = sys.argv[1:] if words is None else words
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(USAGE)
+        return 0
+    if words[0] in ("-V", "--version"):
+        import mars
+
+        sys.stdout.write(f"mars {mars.__version__}\n")
+        return 0
+    try:
+        if words[0] not in COMMANDS:
+            raise LabError(f"unknown command {words[0]!r}: {', '.join(COMMANDS)}")
+        return COMMANDS[words[0]](words[1:])
+    except LabError as error:
+        sys.stderr.write(f"mars: error: {error}\n")
+        return 2 if type(error).__name__ == "UsageError" else 1
+    except BrokenPipeError:  # the reader of our output has gone, as in `mars --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        sys.stderr.write("mars: interrupted\n")
+        return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

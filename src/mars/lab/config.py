@@ -1,0 +1,253 @@
+"""What a run is: typed data. Recipes return it, the command line overrides any field of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from dataclasses import dataclass, field
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from mars.lab.errors import LabError
+
+Precision = Literal["auto", "bf16", "fp16", "fp32"]
+Shape = Literal["cosine", "wsd", "exp", "linear", "constant"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The network: a GPT-2 as nanoGPT and the authors of MARS train it."""
+
+    n_layer: int = 12
+    """Transformer blocks."""
+    n_head: int = 12
+    """Attention heads in a block."""
+    n_embd: int = 768
+    """Width."""
+    block_size: int = 1024
+    """Context: tokens in a sequence, in training too."""
+    vocab_size: int = 50304
+    """Rows of the embedding: at least the tokenizer's (GPT-2 has 50257, padded for speed)."""
+    dropout: float = 0.0
+    """Share of activations set to zero while training."""
+    bias: bool = False
+    """Biases in linear layers and norms."""
+    scale_attn_by_inverse_layer_idx: bool = False
+    """Divide attention scores by the number of the block, as the authors do from medium up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Where tokens come from."""
+
+    source: str = "tinyshakespeare"
+    """The embedded corpus, a text file, a token file (.bin), or a directory made by `mars data`."""
+    valid: str | None = None
+    """Where validation tokens come from; by default from the same source, which sets some aside."""
+    tokenizer: Literal["gpt2", "bytes"] = "gpt2"
+    """How text became (or becomes) tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """The optimizer. Where a field is None, the optimizer's own default holds."""
+
+    name: str = "mars-adamw"
+    """A registered name (`mars doctor` lists them), or your own class as package.module:Class."""
+    lr: float = 3e-3
+    """Peak learning rate (of matrices, where the optimizer tells them apart)."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay (of matrices, where the optimizer tells them apart)."""
+    betas: tuple[float, float] | None = None
+    """Averages of first and second moment. Muon takes the first as its momentum."""
+    lr_1d: float | None = None
+    """Rate of what is not a hidden matrix: norms and biases; for Muon and MARS-M embeddings too."""
+    betas_1d: tuple[float, float] | None = None
+    """Averages for those."""
+    weight_decay_1d: float | None = None
+    """Weight decay of those (norms and biases never decay)."""
+    gamma: float | None = None
+    """MARS: strength of the correction, 0.025 as published; 0 switches it off."""
+    exact: bool = False
+    """MARS: exact mode, two gradients a step on the same batch."""
+    max_grad_norm: float | None = 1.0
+    """Clip the gradient of the whole model to this norm, for every optimizer alike."""
+    options: dict[str, str] = field(default_factory=dict)
+    """More arguments of the constructor, as pairs: --optimizer.options ns_steps 6 clip global"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The learning rate over time, as a share of its peak."""
+
+    shape: Shape = "cosine"
+    """wsd holds the peak, then falls linearly; exp is the authors' 0.9^(100·progress)."""
+    warmup_steps: int = 2000
+    """Linear warm-up from zero."""
+    min_lr: float = 0.1
+    """What cosine, exp and linear end at, as a share of the peak."""
+    decay_share: float = 0.2
+    """wsd: share of the steps that it falls in, to zero."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """How training goes."""
+
+    steps: int = 100_000
+    """Optimizer steps."""
+    batch_size: int = 480
+    """Sequences in an optimizer step, over all micro-batches."""
+    micro_batch_size: int | None = None
+    """Sequences in one forward pass; by default what the memory holds, at most 32k tokens."""
+    precision: Precision = "auto"
+    """Of the forward and backward pass; auto is bf16 on a GPU that has it, fp32 on a CPU."""
+    compile: bool | None = None
+    """torch.compile the model; by default on a GPU only."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1"""
+    threads: int | None = None
+    """Threads on a CPU; by default torch's choice."""
+    seed: int = 0
+    """Of initial weights, batches and dropout."""
+    eval_every: int = 1000
+    """Steps between validations; the first come earlier, at doubling distances."""
+    eval_sequences: int = 1000
+    """Sequences of a validation: always the same ones."""
+    log_every: int = 10
+    """Steps between records of training."""
+    diagnose_every: int | None = None
+    """MARS: steps between readings of what the correction does; by default eval_every."""
+    skip_nan: bool = False
+    """Skip a step whose gradient is not finite, instead of stopping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """What is kept on disk."""
+
+    out: str | None = None
+    """Run directory; by default runs/RECIPE-OPTIMIZER-sSEED."""
+    save_every: int = 1000
+    """Steps between checkpoints; there is one at the end and on Ctrl-C in any case."""
+    last: int = 2
+    """Checkpoints to keep, the newest; the best one stays besides."""
+    resume: bool = True
+    """Go on from the newest valid checkpoint in the run directory, if there is one."""
+    tensorboard: bool = False
+    """Log to TensorBoard too, in the run directory."""
+    wandb: str | None = None
+    """Log to this project of Weights & Biases too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training of one model by one optimizer."""
+
+    recipe: str = "custom"
+    """What the run is called, in its log and its directory: by default after its recipe."""
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    loop: Loop = field(default_factory=Loop)
+    keep: Keep = field(default_factory=Keep)
+
+    @property
+    def directory(self) -> str:
+        name = self.optimizer.name.replace(":", ".")
+        return self.keep.out or f"runs/{self.recipe}-{name}-s{self.loop.seed}"
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.loop.batch_size * self.model.block_size
+
+    def replace(self, **changes: dict[str, Any]) -> Run:
+        """A copy with fields of its parts changed: ``run.replace(optimizer={"lr": 1e-3})``."""
+        parts = {
+            part: dataclasses.replace(getattr(self, part), **fields)
+            for part, fields in changes.items()
+        }
+        return dataclasses.replace(self, **parts)
+
+
+# What must hold of a field, whatever the others are.
+_ABOVE_ZERO = {
+    "model": ["n_layer", "n_head", "n_embd", "block_size", "vocab_size"],
+    "loop": [
+        "steps", "batch_size", "micro_batch_size", "threads", "eval_every", "eval_sequences",
+        "log_every", "diagnose_every",
+    ],
+    "keep": ["save_every", "last"],
+    "optimizer": ["max_grad_norm"],
+}  # fmt: skip
+_NOT_BELOW_ZERO = {
+    "schedule": ["warmup_steps", "min_lr", "decay_share"],
+    "optimizer": ["lr", "weight_decay", "lr_1d", "weight_decay_1d"],
+    "model": ["dropout"],
+}
+
+
+def check(run: Run) -> Run:
+    """The run itself, or a LabError that names the field."""
+    for table, allowed in ((_ABOVE_ZERO, "above 0"), (_NOT_BELOW_ZERO, "0 or above")):
+        for part, names in table.items():
+            for name in names:
+                value = getattr(getattr(run, part), name)
+                right = value is None or (value > 0 if table is _ABOVE_ZERO else value >= 0)
+                if not right:
+                    raise LabError(f"{part}.{name} must be {allowed}, it is {value}")
+    model, loop = run.model, run.loop
+    if model.n_embd % model.n_head:
+        raise LabError(
+            f"model.n_embd ({model.n_embd}) must be a multiple of model.n_head ({model.n_head})"
+        )
+    if model.dropout >= 1:
+        raise LabError(f"model.dropout must be below 1, it is {model.dropout}")
+    if not 0 <= run.schedule.min_lr <= 1:
+        raise LabError(f"schedule.min_lr is a share of the peak, 0 to 1, not {run.schedule.min_lr}")
+    if loop.micro_batch_size and loop.batch_size % loop.micro_batch_size:
+        raise LabError(
+            f"loop.batch_size ({loop.batch_size}) must be a multiple of "
+            f"loop.micro_batch_size ({loop.micro_batch_size})"
+        )
+    return run
+
+
+def to_json(run: Run) -> dict[str, Any]:
+    return dataclasses.asdict(run)
+
+
+def from_json(values: Any, kind: type = Run, where: str = "") -> Any:
+    """A dataclass from nested JSON; an unknown or ill-typed field is refused by name."""
+    if not isinstance(values, dict):
+        raise LabError(f"{where or 'the configuration'} must be an object, not {values!r}")
+    hints = get_type_hints(kind)
+    unknown = sorted(set(values) - set(hints))
+    if unknown:
+        raise LabError(f"unknown field {where}{unknown[0]}")
+    return kind(**{n: _convert(v, hints[n], where + n) for n, v in values.items()})
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    origin, choices = get_origin(hint), get_args(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return from_json(value, hint, where + ".")
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in choices:
+            return None
+        (inner,) = [choice for choice in choices if choice is not type(None)]
+        return _convert(value, inner, where)
+    if origin is Literal and value in choices:
+        return value
+    if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(choices):
+        return tuple(_convert(v, c, where) for v, c in zip(value, choices, strict=True))
+    if origin is dict and isinstance(value, dict):
+        return {str(k): str(v) for k, v in value.items()}
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(hint, type) and isinstance(value, hint) and (
+        hint is bool or not isinstance(value, bool)
+    ):  # fmt: skip
+        return value
+    raise LabError(f"{where} cannot be {json.dumps(value)}: it is {hint}")

@@ -1,0 +1,100 @@
+"""What a run runs on, and in which precision; and what its log says of that."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mars.lab.config import Run
+from mars.lab.errors import LabError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Tokens in a forward pass, unless said otherwise: more do not make it faster.
+GPU_TOKENS, CPU_TOKENS = 32 * 1024, 8 * 1024
+ACTIVATION_SHARE = 0.4  # of a GPU's memory, at most
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a name; ``auto`` is the first GPU, or the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise LabError(f"loop.device {name!r} is unknown: auto, cpu, cuda or cuda:1") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise LabError(f"loop.device is {name}, but torch {torch.__version__} sees no GPU here")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise LabError(f"loop.device is {name}, but there are {torch.cuda.device_count()} GPUs")
+    return device
+
+
+def choose_precision(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of forward and backward passes."""
+    if name != "auto":
+        return DTYPES[name]
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return torch.bfloat16 if has_bf16 else torch.float32
+
+
+def activation_bytes(run: Run, dtype: torch.dtype) -> float:
+    """What the forward pass keeps of a token, roughly: 17 numbers a block and unit of width."""
+    m = run.model
+    return float((17 * m.n_layer + 2) * m.n_embd * torch.empty((), dtype=dtype).element_size())
+
+
+def choose_micro_batch(run: Run, device: torch.device) -> int:
+    """Sequences in one forward pass: a divisor of the batch that the memory holds well."""
+    loop, context = run.loop, run.model.block_size
+    if loop.micro_batch_size:
+        return loop.micro_batch_size
+    most = CPU_TOKENS
+    if device.type == "cuda":
+        room = ACTIVATION_SHARE * torch.cuda.get_device_properties(device).total_memory
+        kept = activation_bytes(run, choose_precision(loop.precision, device))
+        most = min(GPU_TOKENS, int(room / kept))
+    limit = max(1, most // context)
+    return max(n for n in range(1, limit + 1) if loop.batch_size % n == 0)
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """What the log says of the machine."""
+    from mars.lab.models import peak_flops
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    return {
+        "device": device.type,
+        "name": name or platform.machine(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "peak_flops": peak_flops(device),
+        "platform": platform.platform(terse=True),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("mars-optim", "numpy", "triton", "pytorch_optimizer"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+@functools.cache
+def code_hash() -> str:
+    """sha256 over the sources of the package: runs of different code do not compare."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

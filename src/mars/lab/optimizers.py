@@ -1,0 +1,231 @@
+"""One table of optimizers: baselines from torch and pytorch_optimizer, MARS, and yours."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mars
+from mars.lab.config import Optimizer
+from mars.lab.errors import LabError
+
+Build = Callable[[nn.Module, Optimizer, dict[str, Any]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered optimizer: how people call it, and how it is made for a model."""
+
+    label: str
+    about: str
+    build: Build
+    uses: frozenset[str]  # fields of the configuration beyond lr and weight_decay
+
+
+REGISTRY: dict[str, Entry] = {}
+
+
+def register(
+    name: str, label: str, about: str, uses: Iterable[str] = ()
+) -> Callable[[Build], Build]:
+    """Add an optimizer under a name; ``uses`` are the fields of the configuration it reads."""
+
+    def add(build: Build) -> Build:
+        REGISTRY[name] = Entry(label, about, build, frozenset(uses))
+        return build
+
+    return add
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers, each with its own parameters, stepped and saved as one."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        super().__init__([{"params": group["params"]} for group in self._groups()], {})
+        self.param_groups = self._groups()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"together": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, state_dict["together"], strict=True):
+            optimizer.load_state_dict(state)
+        self.param_groups = self._groups()  # loading made new ones
+
+
+def label(name: str) -> str:
+    """What people call it."""
+    return REGISTRY[name].label if name in REGISTRY else name.split(":")[-1]
+
+
+def build(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
+    """The optimizer of a configuration, for a model; a wrong field is a LabError that names it."""
+    options = {name: _value(text) for name, text in config.options.items()}
+    entry = REGISTRY.get(config.name) or _dotted(config.name)
+    for name in ("betas", "lr_1d", "betas_1d", "weight_decay_1d", "gamma", "exact"):
+        if getattr(config, name) not in (None, False) and name not in entry.uses:
+            raise LabError(f"optimizer.{name} is no option of {config.name}")
+    try:
+        return entry.build(model, config, options)
+    except (TypeError, ValueError) as error:
+        raise LabError(f"optimizer {config.name}: {error}") from error
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _dotted(name: str) -> Entry:
+    """A class of the user's, as ``package.module:Class``."""
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        known = ", ".join(sorted(REGISTRY))
+        raise LabError(
+            f"unknown optimizer {name!r}; known: {known}; your own: package.module:Class"
+        )
+    try:
+        cls = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise LabError(f"optimizer {name!r} cannot be imported: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise LabError(f"optimizer {name!r} is no torch.optim.Optimizer")
+    accepted = set(inspect.signature(cls).parameters)
+
+    def make(model: nn.Module, o: Optimizer, options: dict[str, Any]) -> torch.optim.Optimizer:
+        fields = {"lr": o.lr, "weight_decay": o.weight_decay, "betas": o.betas, "gamma": o.gamma}
+        given = {k: v for k, v in fields.items() if k in accepted and v is not None}
+        return cls(decayed(model), **{**given, **options})
+
+    return Entry(attribute, "your own", make, frozenset({"betas", "gamma"} & accepted))
+
+
+def decayed(model: nn.Module) -> list[dict[str, Any]]:
+    """Two groups: what decays, and norms and biases, which do not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in parameters if p.ndim >= 2]
+    rest: list[Tensor] = [p for p in parameters if p.ndim < 2]
+    groups: list[dict[str, Any]] = [{"params": matrices}]
+    if rest:
+        groups.append({"params": rest, "weight_decay": 0.0})
+    return groups
+
+
+def _on_gpu(model: nn.Module) -> bool:
+    return any(p.is_cuda for p in model.parameters())
+
+
+def _set(**fields: Any) -> dict[str, Any]:
+    """Those that are set: None leaves it to the optimizer."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+@register("adamw", "AdamW", "torch.optim.AdamW, fused on a GPU", ["betas"])
+def _adamw(model: nn.Module, o: Optimizer, options: dict[str, Any]) -> torch.optim.Optimizer:
+    options = {"betas": o.betas or (0.9, 0.95), "fused": _on_gpu(model) or None, **options}
+    return torch.optim.AdamW(decayed(model), lr=o.lr, weight_decay=o.weight_decay, **options)
+
+
+def _from_library(cls: str, betas: tuple[float, float]) -> Build:
+    def make(model: nn.Module, o: Optimizer, options: dict[str, Any]) -> torch.optim.Optimizer:
+        try:
+            library = importlib.import_module("pytorch_optimizer")
+        except ImportError as error:
+            raise LabError(
+                f"{o.name} needs pytorch_optimizer: pip install pytorch_optimizer"
+            ) from error
+        options = {"betas": o.betas or betas, **options}
+        made = getattr(library, cls)(
+            decayed(model), lr=o.lr, weight_decay=o.weight_decay, **options
+        )
+        assert isinstance(made, torch.optim.Optimizer)
+        return made
+
+    return make
+
+
+for _name, _label, _class, _betas in (
+    ("lion", "Lion", "Lion", (0.9, 0.99)),
+    ("soap", "SOAP", "SOAP", (0.95, 0.95)),
+    ("adopt", "ADOPT", "ADOPT", (0.9, 0.9999)),
+):
+    register(_name, _label, f"pytorch_optimizer.{_class}", ["betas"])(_from_library(_class, _betas))
+
+
+@register(
+    "muon",
+    "Muon",
+    "torch.optim.Muon on hidden matrices, torch.optim.AdamW on the rest",
+    ["betas", "lr_1d", "betas_1d", "weight_decay_1d"],
+)
+def _muon(model: nn.Module, o: Optimizer, options: dict[str, Any]) -> torch.optim.Optimizer:
+    hidden: list[Tensor] = []
+    tables: list[Tensor] = []
+    vectors: list[Tensor] = []
+    # The routing of MARS-M: the same tensors go to both, so the two can be compared.
+    for group in mars.param_groups(model, mars_type="mars-m"):
+        to = hidden if group["name"] == "matrices" else tables
+        for _, p in group["params"]:
+            (vectors if p.ndim < 2 else to).append(p)
+    decay = o.weight_decay if o.weight_decay_1d is None else o.weight_decay_1d
+    # Muon's updates are scaled to the size of AdamW's, so that one rate serves both (Moonlight).
+    options = {"adjust_lr_fn": "match_rms_adamw", **options}
+    momentum = _set(momentum=o.betas[0] if o.betas else None)
+    groups = [{"params": tables, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+    return Together([
+        torch.optim.Muon(hidden, lr=o.lr, weight_decay=o.weight_decay, **momentum, **options),
+        torch.optim.AdamW(
+            [g for g in groups if g["params"]],
+            lr=o.lr if o.lr_1d is None else o.lr_1d,
+            betas=o.betas_1d or (0.9, 0.95),
+            fused=_on_gpu(model) or None,
+        ),
+    ])  # fmt: skip
+
+
+def _mars(model: nn.Module, o: Optimizer, options: dict[str, Any]) -> torch.optim.Optimizer:
+    decay = o.weight_decay if o.weight_decay_1d is None else o.weight_decay_1d
+    groups = mars.param_groups(model, mars_type=o.name, vectors="no-decay")
+    return mars.MARS(
+        groups,
+        lr=o.lr,
+        weight_decay=o.weight_decay,
+        lr_1d=o.lr if o.lr_1d is None else o.lr_1d,
+        weight_decay_1d=decay,
+        is_approx=not o.exact,
+        # In exact mode the closure clips: both gradients of a step alike.
+        max_grad_norm=None if o.exact else o.max_grad_norm,
+        **_set(betas=o.betas, betas_1d=o.betas_1d, gamma=o.gamma),
+        **options,
+    )
+
+
+for _name, _label in (
+    ("mars-adamw", "MARS-AdamW"),
+    ("mars-lion", "MARS-Lion"),
+    ("mars-shampoo", "MARS-Shampoo"),
+    ("mars-m", "MARS-M"),
+):
+    register(
+        _name, _label, f'mars.MARS(mars_type="{_name}")',
+        ["betas", "lr_1d", "betas_1d", "weight_decay_1d", "gamma", "exact"],
+    )(_mars)  # fmt: skip

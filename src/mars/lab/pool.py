@@ -1,0 +1,194 @@
+"""Several runs in worker processes, with one picture of how far they are."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import time
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from mars.lab.config import Run
+from mars.lab.errors import LabError
+from mars.lab.report import units
+
+_records: Any = None  # in a worker: where records go
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run and its short name."""
+
+    name: str
+    run: Run
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _begin(records: Any) -> None:
+    """In a worker: Ctrl-C reaches all processes, and a run in progress answers it by itself."""
+    global _records
+    _records = records
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+
+
+def _work(job: Job, command: str) -> str:
+    """In a worker: train; a run that fails is told, and does not stop the others."""
+    from mars.lab.train import train
+
+    def watch(record: dict[str, Any]) -> None:
+        short = {k: record.get(k) for k in ("kind", "step", "loss", "step_seconds", "status")}
+        _records.put((job.name, short))
+
+    try:
+        return train(job.run, command=command, watch=watch).status
+    except LabError as error:
+        return f"failed: {error}"
+
+
+def run_all(jobs: list[Job], workers: int, command: str) -> bool:
+    """Run all; False if somebody stopped it. What is complete already takes no time."""
+    context = multiprocessing.get_context("spawn")
+    records = context.Queue()
+    with Board(jobs, workers) as board:
+        pool = ProcessPoolExecutor(workers, context, _begin, (records,))
+        futures = {pool.submit(_work, job, command): job for job in jobs}
+        try:
+            while any(not future.done() for future in futures):
+                _drain(records, board)
+                _finish(futures, board)
+        except KeyboardInterrupt:
+            board.say("stopping: runs in progress are saved")
+            pool.shutdown(wait=True, cancel_futures=True)
+            return False
+        except BrokenProcessPool as error:
+            raise LabError("a worker died (memory?); the same command goes on from here") from error
+        _drain(records, board)
+        _finish(futures, board)
+        pool.shutdown()
+        return all(future.result() != "stopped" for future in futures)
+
+
+def _drain(records: Any, board: Board) -> None:
+    """Take records until there is none for a moment."""
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        try:
+            board.take(*records.get(timeout=0.1))
+        except queue.Empty:
+            return
+
+
+def _finish(futures: dict[Future[str], Job], board: Board) -> None:
+    for future, job in futures.items():
+        if future.done() and not future.cancelled():
+            board.finish(job.name, future.result())
+
+
+class Board:
+    """How far each run is, and how long all of them will take."""
+
+    def __init__(self, jobs: list[Job], workers: int) -> None:
+        self.jobs = {job.name: job for job in jobs}
+        self.workers = workers
+        self.step = dict.fromkeys(self.jobs, 0)
+        self.ended: dict[str, str] = {}
+        self.loss: dict[str, float] = {}
+        self.pace: dict[str, float] = {}  # seconds of a step, by optimizer
+        self.bar: Any = None
+
+    def __enter__(self) -> Board:
+        if sys.stderr.isatty():
+            self.bar, self.total, self.lines = _bars(self.jobs)
+            self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        if self.bar is not None:
+            self.bar.stop()
+
+    def say(self, text: str) -> None:
+        if self.bar is not None:
+            self.bar.console.print(text, highlight=False)
+        else:
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
+
+    def take(self, name: str, record: dict[str, Any]) -> None:
+        """A record of a run."""
+        if record["step"] is None or name in self.ended:
+            return
+        self.step[name] = record["step"]
+        if record["kind"] == "train" and record["step_seconds"]:
+            self.pace[self.jobs[name].run.optimizer.name] = record["step_seconds"]
+        if record["kind"] == "valid" and record["loss"] is not None:
+            self.loss[name] = record["loss"]
+        self._draw(name)
+
+    def finish(self, name: str, status: str) -> None:
+        """A run has ended."""
+        if name in self.ended:
+            return
+        self.ended[name] = status
+        self.step[name] = self.jobs[name].run.loop.steps
+        loss = f"validation loss {units.loss(self.loss[name])}" if name in self.loss else "complete"
+        text = loss if status == "done" else status
+        left = self.left()
+        rest = f", {units.seconds(left)} left" if left and len(self.ended) < len(self.jobs) else ""
+        self.say(f"[{len(self.ended)}/{len(self.jobs)}] {name}: {text}{rest}")
+        self._draw(name)
+
+    def left(self) -> float | None:
+        """Seconds until all is done, from the pace of each optimizer so far."""
+        if not self.pace:
+            return None
+        usual = sum(self.pace.values()) / len(self.pace)
+        work = sum(
+            (job.run.loop.steps - self.step[name]) * self.pace.get(job.run.optimizer.name, usual)
+            for name, job in self.jobs.items()
+            if name not in self.ended
+        )
+        return work / self.workers
+
+    def _draw(self, name: str) -> None:
+        if self.bar is None:
+            return
+        left = self.left()
+        done = sum(self.step.values())
+        time_left = f"{units.seconds(left)} left" if left else ""
+        self.bar.update(self.total, completed=done, description="all", status=time_left)
+        shown = name not in self.ended and self.step[name] > 0
+        loss = f"valid {units.loss(self.loss[name])}" if name in self.loss else ""
+        self.bar.update(self.lines[name], completed=self.step[name], visible=shown, status=loss)
+
+
+def _bars(jobs: dict[str, Job]) -> tuple[Any, Any, dict[str, Any]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    bar = Progress(
+        TextColumn("{task.description:32}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f}%"),
+        TextColumn("{task.fields[status]}"),
+        console=Console(stderr=True),
+    )
+    steps = sum(job.run.loop.steps for job in jobs.values())
+    total = bar.add_task("all", total=steps, status="")
+    lines = {
+        name: bar.add_task(name, total=job.run.loop.steps, status="", visible=False)
+        for name, job in jobs.items()
+    }
+    return bar, total, lines

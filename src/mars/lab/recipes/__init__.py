@@ -1,0 +1,63 @@
+"""Recipes: functions that return a configuration, for an optimizer with its best known settings."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mars.lab.config import Run
+from mars.lab.errors import LabError
+from mars.lab.recipes import gpt2, small
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A named configuration: for which optimizer it is, unless another is asked for."""
+
+    about: str
+    make: Callable[[str], Run]
+    optimizer: str = "mars-adamw"
+    rates: str | None = None  # the grid that its learning rates come from
+
+
+RECIPES: dict[str, Recipe] = {
+    "gpt-tiny": Recipe(
+        "a 0.4M-parameter GPT on the bytes of Shakespeare, embedded: half a minute on a CPU",
+        small.gpt_tiny,
+        rates="gpt-tiny",
+    ),
+    "gpt-50m": Recipe(
+        "a 51M-parameter GPT for 59M tokens of your text (GPT-2's vocabulary): minutes on a GPU",
+        small.gpt_50m,
+        rates="gpt-50m",
+    ),
+    **{
+        f"gpt2-{size}{suffix}": Recipe(
+            f"GPT-2 {size} ({count}) on {data}, 49B tokens, with the published settings",
+            gpt2.maker(size, data),
+        )
+        for size, count in (
+            ("small", "124M"),
+            ("medium", "354M"),
+            ("large", "773M"),
+            ("xl", "1.6B"),
+        )
+        for suffix, data in (("", "openwebtext"), ("-fineweb", "fineweb-edu"))
+    },
+}
+
+
+def find(name: str) -> Recipe:
+    """The recipe of a name."""
+    if name in RECIPES:
+        return RECIPES[name]
+    near = difflib.get_close_matches(name, RECIPES, 1)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(RECIPES)}"
+    raise LabError(f"unknown recipe {name!r}: {hint}")
+
+
+def make(name: str, optimizer: str | None = None) -> Run:
+    """The configuration of a recipe, for an optimizer."""
+    recipe = find(name)
+    return recipe.make(optimizer or recipe.optimizer)

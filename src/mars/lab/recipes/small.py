@@ -1,0 +1,70 @@
+"""Small models, at rates found by grids that are kept beside the recipes (rates/*.json)."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from mars.lab.config import Data, Keep, Loop, Model, Optimizer, Run, Schedule
+
+# Settings that are not searched. Lion takes small rates and decays accordingly more; MARS-AdamW has
+# AdamW's betas, with which it does better than with the published ones (docs/results).
+SETTINGS: dict[str, dict[str, Any]] = {
+    "adamw": {"betas": (0.9, 0.95)},
+    "lion": {"betas": (0.9, 0.99), "weight_decay": 1.0},
+    "muon": {"lr_1d": 0.5},
+    "soap": {"betas": (0.95, 0.95)},
+    "mars-adamw": {"betas": (0.9, 0.95), "gamma": 0.025},
+    "mars-lion": {"betas": (0.95, 0.99), "gamma": 0.025, "weight_decay": 1.0},
+    "mars-shampoo": {"betas": (0.95, 0.99), "gamma": 0.025, "lr_1d": 0.5},
+    "mars-m": {"betas": (0.95, 0.99), "gamma": 0.025, "lr_1d": 0.5},
+}
+DECAY = 0.1
+
+
+@cache
+def rates(recipe: str) -> dict[str, Any]:
+    """The learning-rate grid of a recipe and its outcome, as `mars race --sweep` writes it."""
+    path = resources.files("mars.lab.recipes") / "rates" / f"{recipe}.json"
+    if not path.is_file():
+        return {"optimizers": {}}
+    found = json.loads(path.read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def tuned(recipe: str, name: str, otherwise: float) -> Optimizer:
+    """An optimizer at the best rate of the recipe's grid; ``lr_1d`` is a multiple of that here."""
+    lr = rates(recipe)["optimizers"].get(name, {}).get("best", otherwise)
+    settings = {"weight_decay": DECAY, **SETTINGS.get(name, {})}
+    if "lr_1d" in settings:
+        settings["lr_1d"] = lr * settings["lr_1d"]
+    return Optimizer(name=name, lr=lr, **settings)
+
+
+def gpt_tiny(optimizer: str) -> Run:
+    """Half a minute on one core: for races on any machine."""
+    return Run(
+        recipe="gpt-tiny",
+        model=Model(n_layer=3, n_head=4, n_embd=96, block_size=64, vocab_size=256),
+        data=Data(source="tinyshakespeare", tokenizer="bytes"),
+        optimizer=tuned("gpt-tiny", optimizer, 3e-3),
+        schedule=Schedule(shape="cosine", warmup_steps=50, min_lr=0.1),
+        loop=Loop(steps=500, batch_size=16, eval_every=50, eval_sequences=128, log_every=10),
+        keep=Keep(save_every=200),
+    )
+
+
+def gpt_50m(optimizer: str) -> Run:
+    """51M parameters, 900 steps of 64k tokens: a first real comparison on one GPU."""
+    return Run(
+        recipe="gpt-50m",
+        model=Model(n_layer=8, n_head=8, n_embd=512, block_size=1024, vocab_size=50304),
+        data=Data(source="data/text", tokenizer="gpt2"),
+        optimizer=tuned("gpt-50m", optimizer, 2e-3),
+        schedule=Schedule(shape="cosine", warmup_steps=90, min_lr=0.1),
+        loop=Loop(steps=900, batch_size=64, eval_every=100, eval_sequences=512, log_every=10),
+        keep=Keep(save_every=300),
+    )

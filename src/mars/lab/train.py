@@ -1,0 +1,182 @@
+"""`mars train`: a run from its configuration to its end, in a directory that survives."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mars.lab import checkpoint, hardware
+from mars.lab.config import Run, check, from_json, to_json
+from mars.lab.data import Tokens, check_vocabulary, open_tokens
+from mars.lab.errors import LabError
+from mars.lab.log import Log, read
+from mars.lab.loop import Outcome, Session, Training, Watch
+from mars.lab.models import GPT
+from mars.lab.optimizers import label
+from mars.lab.rundir import RunDirectory, write_atomically
+from mars.lab.signals import Interrupt
+
+# What may differ when a run goes on: none of it changes what is computed, but for rounding.
+FREE = {
+    "keep": None,
+    "loop": {
+        "steps", "device", "threads", "compile", "micro_batch_size", "log_every", "eval_every",
+        "diagnose_every", "skip_nan",
+    },
+}  # fmt: skip
+
+
+def open_data(run: Run) -> tuple[Tokens, Tokens]:
+    """Tokens to train on and to validate on; both fit the model."""
+    data, model = run.data, run.model
+    name = Path(data.source).name
+    if name in ("openwebtext", "fineweb-edu") and not Path(data.source).exists():
+        raise LabError(
+            f"{data.source} is not there: make it with `mars data {name} --out {data.source}`, "
+            "or give --data.source"
+        )
+    train = open_tokens(data.source, "train", data.tokenizer)
+    valid = open_tokens(data.valid or data.source, "valid", data.tokenizer)
+    for tokens in (train, valid):
+        check_vocabulary(tokens, model.vocab_size)
+    return train, valid
+
+
+def prepare(run: Run) -> tuple[Training, Tokens, Tokens]:
+    """Everything a run needs, checked; nothing is written yet."""
+    check(run)
+    device = hardware.choose_device(run.loop.device)
+    train, valid = open_data(run)
+    if run.loop.threads:
+        torch.set_num_threads(run.loop.threads)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    torch.manual_seed(run.loop.seed)
+    model = GPT(run.model, seed=run.loop.seed)
+    return Training(run, model.to(device), train, valid), train, valid
+
+
+def train(run: Run, *, command: str = "", watch: Watch = lambda record: None) -> Outcome:
+    """Train, or go on training, in the run's directory. ``watch`` sees every record of the log."""
+    training, *tokens = prepare(run)
+    directory = Path(run.directory)
+    with RunDirectory(directory).lock():
+        refused: list[str] = []
+        start = _find_start(run, directory, refused.append)
+        if start is not None:
+            training.restore(start)
+            ended = _ended(directory, training.step)
+            if ended is not None and training.step >= run.loop.steps:
+                return ended
+        keep = run.keep
+        log = Log(directory, tensorboard=keep.tensorboard, wandb=keep.wandb, config=to_json(run))
+        with log, Interrupt() as interrupt:
+            session = Session(training, directory, log, watch)
+            if start is None:
+                write_atomically(directory / "config.json", _text(run))
+                log.rewind(None)
+                session.write(header(run, training, tokens[0], tokens[1], command))
+            else:
+                log.rewind(training.step)
+                session.resume(start.name, read(directory))
+            for text in refused:
+                session.tell("refused", text)
+            try:
+                return session.run(interrupt)
+            except torch.cuda.OutOfMemoryError as error:
+                raise LabError(
+                    f"the GPU's memory is full: lower loop.micro_batch_size ({training.micro})"
+                ) from error
+
+
+def _ended(directory: Path, step: int) -> Outcome | None:
+    """The outcome of a run that has nothing left to do."""
+    last = read(directory)[-1:]
+    if last and last[0].get("status") == "done" and last[0]["step"] == step:
+        return Outcome("done", step, last[0]["valid"], directory)
+    return None
+
+
+def _text(run: Run) -> bytes:
+    return (json.dumps(to_json(run), indent=2) + "\n").encode()
+
+
+def _find_start(run: Run, directory: Path, refused: Callable[[str], None]) -> Path | None:
+    """The checkpoint to go on from; None for a new run. Another run's directory is refused."""
+    written = directory / "config.json"
+    if not written.exists():
+        return None
+    if not run.keep.resume:
+        raise LabError(f"{directory} holds a run already: choose another --keep.out or remove it")
+    difference = first_difference(to_json(read_config(written)), to_json(run))
+    if difference:
+        field, old, new = difference
+        held = f"{directory} holds a run with {field} = {old!r}, not {new!r}"
+        raise LabError(f"{held}: choose another --keep.out")
+    start = checkpoint.newest(directory, refused)
+    if start is None and any((directory / "checkpoints").glob("step-*")):
+        raise LabError(f"no checkpoint in {directory} is intact: remove it to begin again")
+    return start
+
+
+def read_config(path: Path) -> Run:
+    """The configuration that a run was started with."""
+    try:
+        return check(from_json(json.loads(path.read_text())))
+    except (OSError, ValueError) as error:
+        raise LabError(f"{path} is no configuration of a run: {error}") from error
+
+
+def first_difference(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first field in which two configurations disagree though they must not."""
+    for part, fields in new.items():
+        free = FREE.get(part, set())
+        if free is None or not isinstance(fields, dict):
+            continue
+        for name, value in fields.items():
+            if name not in free and _plain(old[part].get(name)) != _plain(value):
+                return f"{part}.{name}", old[part].get(name), value
+    return None
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def header(run: Run, t: Training, train: Tokens, valid: Tokens, command: str) -> dict[str, Any]:
+    """The first record of a log: everything the numbers depend on."""
+    parameters = list(t.model.parameters())
+    matrix = sum(p.numel() for p in parameters if p.ndim >= 2)
+    total = sum(p.numel() for p in parameters)
+    sources = {
+        name: {"source": tokens.source, "tokens": len(tokens), "sha256": tokens.sha256}
+        for name, tokens in (("train", train), ("valid", valid))
+    }
+    return {
+        "kind": "header",
+        "format": 1,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "name": run.recipe,
+        "label": label(run.optimizer.name),
+        "optimizer": run.optimizer.name,
+        "lr": run.optimizer.lr,
+        "seed": run.loop.seed,
+        "config": dataclasses.asdict(run),
+        "parameters": {"total": total, "matrix": matrix, "other": total - matrix},
+        "tokens_per_step": run.tokens_per_step,
+        "steps": run.loop.steps,
+        "flops_per_token": t.flops,
+        "data": sources,
+        "versions": hardware.versions(),
+        "hardware": hardware.hardware(t.device),
+        "precision": str(t.dtype).removeprefix("torch."),
+        "micro_batch_size": t.micro,
+        "command": command,
+        "code": hardware.code_hash(),
+    }

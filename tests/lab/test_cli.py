@@ -1,0 +1,154 @@
+"""The command: help that teaches, one line for every mistake, and a non-zero exit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from miniature import run
+
+from mars.lab.arguments import base_run, overridden, shorthands
+from mars.lab.cli import COMMANDS, main
+from mars.lab.config import to_json
+from mars.lab.models import GPT
+from mars.lab.recipes import RECIPES
+
+Capture = pytest.CaptureFixture[str]
+
+
+def given(tmp_path: Path) -> str:
+    """A configuration file for a miniature run."""
+    path = tmp_path / "given.json"
+    path.write_text(json.dumps(to_json(run(tmp_path / "run"))))
+    return str(path)
+
+
+def test_usage_names_every_command(capsys: Capture) -> None:
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {name} " in text for name in COMMANDS)
+    assert main(["--version"]) == 0
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([name, "--help"])
+    assert stop.value.code == 0
+    assert len(capsys.readouterr().out.splitlines()) > 8
+
+
+def test_a_recipes_help_groups_and_explains_all_fields(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "gpt2-small", "--help"])
+    text = capsys.readouterr().out
+    for part in ("model", "data", "optimizer", "schedule", "loop", "keep"):
+        assert f" {part} options " in text
+    assert "(default: 0.006)" in text  # the recipe's own rate
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "unknown command 'trian'"),
+        (["train"], "needs a recipe: gpt-tiny"),
+        (["train", "gpt-tinny"], "unknown recipe 'gpt-tinny': did you mean gpt-tiny?"),
+        (["train", "gpt-tiny", "--loop.stepz", "3"], "--loop.stepz"),
+        (["train", "gpt-tiny", "--loop.steps", "many"], "--loop.steps"),
+        (["train", "gpt-tiny", "--loop.steps", "0"], "loop.steps must be above 0"),
+        (["train", "gpt-tiny", "--optimizer", "sgdd"], "unknown optimizer 'sgdd'"),
+        (["train", "gpt-tiny", "--data.source", "none.txt"], "none.txt"),
+        (["train", "gpt-tiny", "--data.tokenizer", "gpt2"], "another tokenizer"),
+        (["train", "gpt-tiny", "--loop.device", "cuda:99"], "GPU"),
+        (["train", "gpt-tiny", "--loop.device", "tpu"], "loop.device 'tpu' is unknown"),
+        (["train", "none.json"], "none.json is no configuration"),
+        (["train", "gpt2-xl", "--optimizer", "muon"], "no settings of muon are published"),
+        (["train", "gpt2-small"], "make it with `mars data openwebtext --out data/openwebtext`"),
+        (["race", "--optimizers", "adamw", "nadam"], "unknown optimizer 'nadam'"),
+        (["race", "--seeds", "0"], "at least one seed"),
+        (["report", "nowhere"], "nowhere"),
+        (["sample", "nowhere"], "nowhere"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: list[str], message: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) in (1, 2)
+    captured = capsys.readouterr()
+    assert captured.err.startswith("mars: error: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+    assert list(tmp_path.iterdir()) == []  # nothing was written
+
+
+def test_train_resume_and_dry_run(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["train", given(tmp_path), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    size = sum(p.numel() for p in GPT(run(tmp_path).model).parameters())
+    for words in ("configuration\n", f"{size:,} in all", "mars-adamw", "optimizer state", "epochs"):
+        assert words in text
+    assert not (tmp_path / "run").exists()
+    assert main(["train", given(tmp_path), "--loop.steps", "4"]) == 0
+    assert "done at step 4, validation loss" in capsys.readouterr().out
+    # The directory itself is a name for the run; it may go on for longer.
+    assert main(["train", str(tmp_path / "run"), "--loop.steps", "6"]) == 0
+    captured = capsys.readouterr()
+    assert "resumed from step-00000004" in captured.err
+    assert "done at step 6" in captured.out
+
+
+def test_full_disk(tmp_path: Path, capsys: Capture) -> None:
+    import resource
+    import signal
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    assert main(["train", given(tmp_path), "--loop.steps", "3"]) == 0
+    capsys.readouterr()
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+        assert main(["train", given(tmp_path), "--loop.steps", "30"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, old)
+    assert "cannot " in capsys.readouterr().err
+    assert main(["train", given(tmp_path), "--loop.steps", "30"]) == 0  # nothing was lost
+    assert "resumed from" in capsys.readouterr().err
+
+
+def test_shorthands_and_overrides(tmp_path: Path) -> None:
+    assert shorthands(["--optimizer=muon", "--loop.steps", "3"]) == [
+        "--optimizer.name", "muon", "--loop.steps", "3",
+    ]  # fmt: skip
+    chosen = base_run("gpt2-small", ["--optimizer.name", "adamw"])
+    assert (chosen.optimizer.lr, chosen.optimizer.betas) == (6e-4, (0.9, 0.95))
+    made = overridden({"recipe": "gpt-tiny", "optimizer": {"name": "muon", "lr": 0.5}})
+    assert (made.optimizer.name, made.optimizer.lr, made.model.n_layer) == ("muon", 0.5, 3)
+
+
+def test_published_settings() -> None:
+    """As in the tables of the authors' READMEs and their configuration files."""
+    rates = {
+        ("gpt2-small", "adamw"): 6e-4, ("gpt2-medium", "adamw"): 3e-4,
+        ("gpt2-large", "adamw"): 2e-4, ("gpt2-small", "muon"): 2e-2,
+        ("gpt2-medium", "muon"): 1e-2, ("gpt2-large", "muon"): 6.67e-3,
+        ("gpt2-small", "mars-adamw"): 6e-3, ("gpt2-medium", "mars-adamw"): 3e-3,
+        ("gpt2-large", "mars-adamw"): 2e-3, ("gpt2-xl-fineweb", "mars-adamw"): 2e-3,
+        ("gpt2-small", "mars-m"): 6e-3, ("gpt2-small-fineweb", "mars-m"): 1e-2,
+        ("gpt2-medium", "mars-m"): 5e-3, ("gpt2-xl-fineweb", "mars-m"): 3e-3,
+    }  # fmt: skip
+    for (recipe, optimizer), lr in rates.items():
+        made = RECIPES[recipe].make(optimizer)
+        assert made.optimizer.lr == lr, (recipe, optimizer)
+        assert (made.loop.batch_size, made.model.block_size, made.loop.steps) == (
+            480,
+            1024,
+            100_000,
+        )
+        assert (made.schedule.warmup_steps, made.optimizer.max_grad_norm) == (2000, 1.0)
+    mars_small = RECIPES["gpt2-small"].make("mars-adamw").optimizer
+    assert (mars_small.lr_1d, mars_small.weight_decay, mars_small.gamma) == (3e-3, 0.01, 0.025)
+    least = RECIPES["gpt2-small"].make("mars-adamw").schedule.min_lr * 6e-3
+    assert least == pytest.approx(3e-5)

@@ -1,0 +1,329 @@
+"""The loop: right gradients, the same for all, resumed to the bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from miniature import OPTIMIZERS, run
+
+from mars.lab import checkpoint
+from mars.lab.config import Run
+from mars.lab.data import Batches, open_tokens
+from mars.lab.errors import LabError
+from mars.lab.log import read
+from mars.lab.models import GPT
+from mars.lab.schedule import factor
+from mars.lab.train import prepare, train
+
+
+def weights(directory: Path, step: int) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(directory / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+
+
+def state(directory: Path, step: int) -> Any:
+    path = directory / "checkpoints" / f"step-{step:08d}" / "optimizer.pt"
+    return torch.load(path, weights_only=True)
+
+
+def flat(value: Any) -> list[Any]:
+    """The leaves of a nest, tensors as lists."""
+    if isinstance(value, dict):
+        return [leaf for key in sorted(value, key=str) for leaf in flat(value[key])]
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in flat(item)]
+    return [value.tolist() if isinstance(value, torch.Tensor) else value]
+
+
+def losses(directory: Path) -> list[tuple[int, float]]:
+    return [(r["step"], r["loss"]) for r in read(directory) if r["kind"] in ("train", "valid")]
+
+
+class StopAt:
+    """Stops a run from outside after some step, as Ctrl-C would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "train" and record["step"] == self.step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_loop_is_the_loop_one_would_write(tmp_path: Path) -> None:
+    config = run(tmp_path / "run", "adamw").replace(model={"dropout": 0.0})
+    train(config)
+    model = GPT(config.model, seed=0)
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed}, {"params": rest, "weight_decay": 0.0}],
+        lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0,
+    )  # fmt: skip
+    tokens = open_tokens("tinyshakespeare", "train", "bytes")
+    batches = Batches(tokens, 16, 4, 0)
+    for step in range(12):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * factor(config.schedule, step, 12)
+        optimizer.zero_grad()
+        model(*batches.rows(step)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    saved = weights(tmp_path / "run", 12)
+    for name, p in model.named_parameters():
+        assert torch.equal(saved[name], p.detach()), name
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path: Path, optimizer: str) -> None:
+    whole = train(run(tmp_path / "whole", optimizer))
+    # Step 4 lies between checkpoints, inside no window of the log; step 8 is another part of it.
+    halves = run(tmp_path / "halves", optimizer)
+    assert train(halves, watch=StopAt(4)).status == "stopped"
+    assert train(halves, watch=StopAt(8)).status == "stopped"
+    outcome = train(halves)
+    assert (whole.status, outcome.status) == ("done", "done")
+    assert outcome.valid == whole.valid
+    for name, tensor in weights(tmp_path / "whole", 12).items():
+        assert torch.equal(tensor, weights(tmp_path / "halves", 12)[name]), name
+    assert flat(state(tmp_path / "whole", 12)) == flat(state(tmp_path / "halves", 12))
+    assert losses(tmp_path / "whole") == losses(tmp_path / "halves")
+    events = [r["what"] for r in read(tmp_path / "halves") if r["kind"] == "event"]
+    assert events == ["interrupted", "resumed", "interrupted", "resumed"]
+
+
+def test_a_complete_run_is_not_trained_again(tmp_path: Path) -> None:
+    config = run(tmp_path)
+    first = train(config)
+    before = (tmp_path / "log.jsonl").read_bytes()
+    again = train(config)
+    assert (again.status, again.step, again.valid) == ("done", 12, first.valid)
+    assert (tmp_path / "log.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_micro_batches_do_not_change_the_step(tmp_path: Path, precision: str) -> None:
+    """The clip and the loss are of the mean over the batch, however it is cut."""
+    finals = []
+    for micro in (1, 2, 4):
+        config = run(
+            tmp_path / str(micro), "mars-adamw", micro_batch_size=micro, precision=precision
+        )
+        train(config.replace(model={"dropout": 0.0}))
+        finals.append(torch.cat([t.flatten() for t in weights(tmp_path / str(micro), 12).values()]))
+    moved = (
+        finals[0] - torch.cat([p.detach().flatten() for p in GPT(config.model).parameters()])
+    ).norm()
+    tolerance = 1e-4 if precision == "fp32" else 0.2  # sums in another order; bf16 has 8 bits
+    for other in finals[1:]:
+        assert (other - finals[0]).norm() / moved < tolerance
+
+
+def test_all_optimizers_see_the_same_weights_and_batches(tmp_path: Path) -> None:
+    first = {}
+    for name in OPTIMIZERS:
+        training, *_ = prepare(run(tmp_path / name, name).replace(model={"dropout": 0.0}))
+        first[name] = float(training._gradients())
+    assert len(set(first.values())) == 1, first
+
+
+def test_what_a_log_says(tmp_path: Path) -> None:
+    train(run(tmp_path, "mars-adamw"), command="mars train miniature")
+    header, *records = read(tmp_path)
+    assert header["kind"] == "header"
+    assert header["command"] == "mars train miniature"
+    assert header["config"]["optimizer"]["lr"] == 0.01
+    assert header["parameters"]["total"] == sum(
+        p.numel() for p in GPT(run(tmp_path).model).parameters()
+    )
+    assert header["tokens_per_step"] == 64
+    trained = [r for r in records if r["kind"] == "train"]
+    assert [r["step"] for r in trained] == [2, 4, 6, 8, 10, 12]
+    assert all(r["tokens"] == 64 * r["step"] for r in records)
+    assert all(0 < r["optimizer_seconds"] < r["step_seconds"] for r in trained)
+    assert all(r["grad_norm"] > 0 for r in trained)
+    seconds = [r["seconds"] for r in records]
+    assert seconds == sorted(seconds)
+    # Early validations at doubling distances, then every fourth step.
+    assert [r["step"] for r in records if r["kind"] == "valid"] == [0, 1, 2, 4, 8, 12]
+    readings = [r for r in records if r["kind"] == "diagnostics"]
+    assert [r["step"] for r in readings] == [6, 12]
+    assert readings[0]["groups"][0]["variance_ratio"] > 0
+    assert records[-1]["kind"] == "end"
+    assert records[-1]["status"] == "done"
+
+
+def test_diagnostics_change_nothing(tmp_path: Path) -> None:
+    train(run(tmp_path / "with"))
+    train(run(tmp_path / "without", diagnose_every=1000))
+    for name, tensor in weights(tmp_path / "with", 12).items():
+        assert torch.equal(tensor, weights(tmp_path / "without", 12)[name]), name
+
+
+def test_the_gradient_norm_is_that_of_all_gradients(tmp_path: Path) -> None:
+    for name in ("adamw", "mars-m"):
+        config = run(tmp_path / name, name, log_every=1).replace(model={"dropout": 0.0})
+        train(config)
+        training, *_ = prepare(config)
+        training._gradients()
+        grads = [p.grad.flatten() for p in training.model.parameters() if p.grad is not None]
+        logged = next(r for r in read(tmp_path / name) if r["kind"] == "train")["grad_norm"]
+        assert logged == pytest.approx(float(torch.cat(grads).norm()), rel=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "mars-adamw", "muon"])
+def test_fp16_scales_its_loss(tmp_path: Path, optimizer: str) -> None:
+    outcome = train(run(tmp_path / "half", optimizer, precision="fp16"))
+    single = train(run(tmp_path / "single", optimizer, precision="fp32"))
+    assert outcome.valid == pytest.approx(single.valid, abs=0.1)
+    header = read(tmp_path / "half")[0]
+    assert header["precision"] == "float16"
+
+
+def test_exact_mode_and_fp16_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(LabError, match="exact does not go with"):
+        train(run(tmp_path / "x", "exact", precision="fp16"))
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(tmp_path: Path) -> None:
+    config = run(tmp_path / "nan", "adamw", steps=40)
+    train(run(tmp_path / "nan", "adamw", steps=6))
+    good = weights(tmp_path / "nan", 6)
+    training, *_ = prepare(config)
+    path = checkpoint.newest(tmp_path / "nan", print)
+    assert path is not None
+    training.restore(path)
+    with torch.no_grad():
+        next(training.model.parameters()).fill_(math.nan)
+    checkpoint.save(
+        tmp_path / "nan", 7, training.model, training.optimizer, training.training_state()
+    )
+    with pytest.raises(LabError, match="the loss is not finite at step"):
+        train(config)
+    end = read(tmp_path / "nan")[-1]
+    assert (end["kind"], end["status"]) == ("end", "failed")
+    for name, tensor in weights(tmp_path / "nan", 6).items():
+        assert torch.equal(tensor, good[name])
+
+
+def test_a_step_without_finite_gradients_can_be_skipped(tmp_path: Path) -> None:
+    training, *_ = prepare(run(tmp_path, "mars-adamw", skip_nan=True))
+    training.advance()
+    before = [p.clone() for p in training.model.parameters()]
+    model = training.loss_of
+    training.loss_of = lambda *pair: model(*pair) * math.nan
+    training.advance()
+    assert training.step == 2
+    for p, old in zip(training.model.parameters(), before, strict=True):
+        assert torch.equal(p, old)
+    training.loss_of = model
+    training.advance()
+    assert not torch.equal(next(training.model.parameters()), before[0])
+
+
+def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
+    train(run(tmp_path, "adamw", steps=3))
+    before = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*"))
+    with pytest.raises(LabError, match=r"holds a run with optimizer\.lr = 0\.01, not 0\.5"):
+        train(run(tmp_path, "adamw").replace(optimizer={"lr": 0.5}))
+    with pytest.raises(LabError, match="holds a run already"):
+        train(run(tmp_path, "adamw").replace(keep={"resume": False}))
+    after = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*") if p.name != "lock")
+    assert after == [pair for pair in before if pair[0].name != "lock"]
+
+
+KILLER = """
+import os, pathlib, random, signal, sys, time
+sys.path.insert(0, {tests!r})
+from miniature import run
+from mars.lab.train import train
+import torch
+torch.set_num_threads(1)
+out, kills, seed = pathlib.Path({out!r}), {kills}, random.Random(7)
+train(run(out.with_name("warm"), {optimizer!r}, steps=1))  # what is imported late, once
+done = 0
+while True:
+    child = os.fork()
+    if child == 0:
+        try:
+            train(run(out, {optimizer!r}, steps=600, eval_every=40))
+            os._exit(0)
+        except BaseException as error:
+            print(repr(error), flush=True)
+            os._exit(1)
+    if done < kills:
+        time.sleep(seed.uniform(0.02, 0.35))
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        done += 1
+    else:
+        break
+print("killed", done, "times, exit", os.WEXITSTATUS(status))
+"""
+
+
+@pytest.mark.slow
+def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
+    """kill -9 at random moments, in a real process; the end is that of the undisturbed run."""
+    script = KILLER.format(
+        tests=str(Path(__file__).parent), out=str(tmp_path / "killed"), kills=20, optimizer="mars-m"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=280
+    )
+    assert "killed 20 times, exit 0" in done.stdout, done.stdout + done.stderr
+    train(run(tmp_path / "whole", "mars-m", steps=600, eval_every=40))
+    for name, tensor in weights(tmp_path / "whole", 600).items():
+        assert torch.equal(tensor, weights(tmp_path / "killed", 600)[name]), name
+    assert flat(state(tmp_path / "whole", 600)) == flat(state(tmp_path / "killed", 600))
+    assert losses(tmp_path / "whole") == losses(tmp_path / "killed")
+
+
+def start(config: Run, directory: Path) -> subprocess.Popen[str]:
+    path = directory / "given.json"
+    from mars.lab.config import to_json
+
+    path.write_text(json.dumps(to_json(config)))
+    words = [sys.executable, "-m", "mars.lab", "train", str(path)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_log(path: Path, process: subprocess.Popen[str]) -> None:
+    for _ in range(600):
+        if path.exists() and '"train"' in path.read_text():
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    raise AssertionError("no training record in a minute")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_cleanly(tmp_path: Path, number: signal.Signals) -> None:
+    process = start(run(tmp_path / "run", steps=100_000), tmp_path)
+    wait_for_log(tmp_path / "run" / "log.jsonl", process)
+    with pytest.raises(LabError, match="in use by process"):
+        train(run(tmp_path / "run", steps=100_000))
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "stopped at step" in out
+    assert "the same command goes on" in out
+    end = read(tmp_path / "run")[-1]
+    assert (end["kind"], end["status"]) == ("end", "stopped")
+    newest = checkpoint.newest(tmp_path / "run", print)
+    assert newest is not None
+    assert newest.name == f"step-{end['step']:08d}"
