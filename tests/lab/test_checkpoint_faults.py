@@ -287,19 +287,41 @@ def test_a_directory_that_became_read_only_is_said(tmp_path: Path) -> None:
         shutil.rmtree(home)
 
 
+class Interrupted:
+    """A sha256 during whose n-th update somebody presses Ctrl-C."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def update(self, data: bytes) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+    def hexdigest(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("n", [1, 2, 10, 20, 30, 40, 60])
 def test_an_interrupted_save_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
-    """The second Ctrl-C may come at any moment."""
+    """Also within torch.save, which makes a RuntimeError of it."""
     model, optimizer = save_steps(tmp_path, 1)
-
-    def interrupt(descriptor: int) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", interrupt)
+    hashing = Interrupted(n)
+    monkeypatch.setattr(sealed.hashlib, "sha256", lambda data=b"": hashing)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save(tmp_path, 2, model, optimizer, {})
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000001"]
+
+
+def test_forged_weights_are_refused(tmp_path: Path) -> None:
+    model, optimizer = save_steps(tmp_path, 1)
+    path = tmp_path / "checkpoints" / "step-00000001"
+    (path / "model.safetensors").write_bytes(b"not at all")
+    reseal(path)
+    with pytest.raises(CheckpointError, match="is no safetensors file"):
+        checkpoint.load(path, model, optimizer)
 
 
 def test_all_broken_is_none_and_all_are_reported(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ bytes handed to the operating system, taken while they are written; the manifest
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -32,16 +33,16 @@ class HashedFile:
         self._file = open(path, "xb")  # noqa: SIM115 (closed by our own close)
         self._hash = hashlib.sha256()
         self.bytes = 0
-        self.error: OSError | None = None  # torch.save hides it behind a RuntimeError
+        self.error: BaseException | None = None  # torch.save hides it behind a RuntimeError
 
     def write(self, data: bytes | memoryview) -> int:
         """Write all of it."""
         try:
             self._file.write(data)
-        except OSError as error:
+            self._hash.update(data)
+        except BaseException as error:  # a full disk, or Ctrl-C
             self.error = error
             raise
-        self._hash.update(data)
         size = len(data) if isinstance(data, bytes) else data.nbytes
         self.bytes += size
         return size
@@ -56,11 +57,9 @@ class HashedFile:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close it, without a claim that it is on disk."""
-        try:
+        """Close it; what was not synced may be lost."""
+        with contextlib.suppress(OSError):
             self._file.close()
-        except OSError as error:
-            self.error = self.error or error
 
     @property
     def seal(self) -> dict[str, Any]:

@@ -83,9 +83,13 @@ def read_into(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def difference(path: Path, tensors: Mapping[str, Tensor]) -> str | None:
     """The first thing in which a file does not fit these tensors."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(path, framework="pt") as file:
+    try:
+        opened = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        return f"{path.name} is no safetensors file: {error}"
+    with opened as file:
         saved = _stored(file)
         for name, t in tensors.items():
             if name not in saved:
