@@ -52,8 +52,7 @@ def _one_line(box: str) -> str:
     """The message in a box of tyro's, with the option it thinks was meant."""
     plain = re.sub("\x1b\\[[0-9;]*m", "", box)
     lines = [line.strip("│| \t") for line in plain.splitlines()]
-    # Without the title, which stands in the frame; the frame is ASCII where output is.
-    lines = [line for line in lines if line and not re.match(r"[╭╰+]|[-─]+ .* [-─]+$", line)]
+    lines = [line for line in lines if line and line[0] not in "╭╰"]
     parts: list[list[str]] = [[]]
     for line in lines:
         if set(line) <= set("─-"):
@@ -61,6 +60,8 @@ def _one_line(box: str) -> str:
         else:
             parts[-1].append(line)
     parts = [part for part in parts if part]
+    if "╭" not in plain:  # in ASCII the title is no part of the frame
+        parts = parts[1:]
     if not parts:
         return "the command line cannot be read"
     message = " ".join(parts[0]).split(" Got errors:")[0].rstrip(".")
