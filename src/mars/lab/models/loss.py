@@ -1,0 +1,166 @@
+"""Mean cross-entropy of a linear head, without ever holding all logits.
+
+The logits of GPT-2 small at 32 x 1024 tokens are 3.3 GB in bfloat16 and twice that in float32; a
+plain loss keeps several such tensors. Here rows are taken in chunks: logits, loss and, if
+somebody will ask for them, the gradients of the hidden states and of the head, all in the forward
+pass; the backward pass only scales them. One chunk of logits exists at a time, and becomes its
+own gradient in place.
+
+Letters: N rows (tokens), D width, V vocabulary, C rows of a chunk.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mars.lab.models.products import accumulate, wide
+
+# Bytes of a chunk of logits on a CPU, where it should not push everything else out of the caches.
+# On a GPU it is a 64th of the memory: each chunk reads and writes the gradient of the head once, so
+# that few are better than many; on an H200 (2 GB, 16384 rows of GPT-2) all at once is 1 % faster.
+CPU_BYTES = 1 << 25
+
+
+def linear_cross_entropy(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, ignore_index: int = -100
+) -> Tensor:
+    """``F.cross_entropy(F.linear(hidden, weight), targets)``: the mean loss, in float32.
+
+    The product is computed in autocast's dtype, if it is on, else in that of `hidden`; its
+    logarithm of summed exponentials in float32 (float64 for float64), and the gradient of
+    `weight` is summed over chunks in the same. The gradient of the logits before it is scaled,
+    softmax minus one-hot, is rounded to the dtype of the product: in float16 nothing of it is lost
+    to a small 1/N, and the factor of a GradScaler need not be known beforehand.
+
+    Targets equal to `ignore_index` count neither in the loss nor in the mean. Can be
+    differentiated once.
+    """
+    device = hidden_ND.device.type
+    if torch.is_autocast_enabled(device):
+        hidden_ND = hidden_ND.to(torch.get_autocast_dtype(device))
+    wanted = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)
+    op: Any = torch.ops.mars_lab.linear_cross_entropy
+    loss: Tensor = op(hidden_ND, weight_VD, targets_N, ignore_index, wanted)[0]
+    return loss
+
+
+def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
+    """Rows of a chunk: equal parts; if there are several, multiples of 128, a tile of a product."""
+    chunks = -(-rows // max(128, budget // row_bytes))
+    return max(1, rows) if chunks <= 1 else -(-rows // (chunks * 128)) * 128
+
+
+def _budget(device: torch.device) -> int:
+    if device.type != "cuda":
+        return CPU_BYTES
+    return torch.cuda.get_device_properties(device).total_memory // 64
+
+
+def _compute(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, ignore_index: int, grads: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss, 1/count, and the gradients of the sum of losses (empty unless asked for)."""
+    exact = wide(hidden_ND.dtype)
+    used_VD = weight_VD.to(hidden_ND.dtype)
+    rows, vocabulary = len(hidden_ND), len(weight_VD)
+    losses_N = torch.empty(rows, dtype=exact, device=hidden_ND.device)
+    d_hidden = torch.empty_like(hidden_ND) if grads else hidden_ND.new_empty(0)
+    d_weight = torch.zeros if rows == 0 else torch.empty
+    d_weight_VD = d_weight(weight_VD.shape if grads else (0,), dtype=exact, device=hidden_ND.device)
+    row_bytes = vocabulary * hidden_ND.element_size()
+    size = chunk_rows(rows, row_bytes, _budget(hidden_ND.device))
+    buffer_CV = hidden_ND.new_empty(min(size, rows), vocabulary)
+    for first in range(0, rows, size):
+        part = slice(first, first + size)
+        hidden_CD = hidden_ND[part]
+        logits_CV = torch.mm(hidden_CD, used_VD.T, out=buffer_CV[: len(hidden_CD)])
+        d_logits_CV = _rows(logits_CV, targets_N[part], losses_N[part], ignore_index, grads)
+        if grads:
+            torch.mm(d_logits_CV, used_VD, out=d_hidden[part])
+            accumulate(d_weight_VD, d_logits_CV.T, hidden_CD, first=first == 0)
+    inverse = 1 / (targets_N != ignore_index).sum().to(exact)
+    return losses_N.sum() * inverse, inverse, d_hidden, d_weight_VD
+
+
+def _rows(
+    logits_CV: Tensor, targets_C: Tensor, losses_C: Tensor, ignore_index: int, grads: bool
+) -> Tensor:
+    """Write the losses; return the gradient of their sum, in the memory of the logits."""
+    kernel = _kernel() if logits_CV.is_cuda and logits_CV.dtype != torch.float64 else None
+    if kernel is not None:
+        kernel.losses_and_gradients(logits_CV, targets_C, losses_C, ignore_index, grads)
+        return logits_CV
+    kept_C = targets_C != ignore_index
+    index_C1 = targets_C.where(kept_C, 0).long()[:, None]
+    exact_CV = logits_CV.to(losses_C.dtype)  # the same tensor, if it is exact already
+    sum_C = exact_CV.logsumexp(1)
+    losses_C.copy_((sum_C - exact_CV.gather(1, index_C1)[:, 0]).where(kept_C, 0))
+    if grads:
+        exact_CV.sub_(sum_C[:, None]).exp_()
+        exact_CV.scatter_add_(1, index_C1, exact_CV.new_full((1, 1), -1.0).expand_as(index_C1))
+        exact_CV.mul_(kept_C[:, None])
+        logits_CV.copy_(exact_CV)
+    return logits_CV
+
+
+@cache
+def _kernel() -> ModuleType | None:
+    """The Triton kernel, where there is Triton."""
+    try:
+        from mars.lab.models import loss_kernel
+    except ImportError:
+        return None
+    return loss_kernel
+
+
+# An operator, so that torch.compile takes the loop as a whole and autocast stays outside.
+@torch.library.custom_op(
+    "mars_lab::linear_cross_entropy",
+    mutates_args=(),
+    schema="(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, bool grads)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _operator(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, grads: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _compute(hidden, weight, targets, ignore_index, grads)
+
+
+@_operator.register_fake
+def _shapes(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, grads: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    exact = wide(hidden.dtype)
+    scalar = hidden.new_empty((), dtype=exact)
+    d_hidden = torch.empty_like(hidden) if grads else hidden.new_empty(0)
+    d_weight = hidden.new_empty(weight.shape if grads else (0,), dtype=exact)
+    return scalar, torch.empty_like(scalar), d_hidden, d_weight
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.weight_dtype = inputs[1].dtype
+    ctx.save_for_backward(*output[1:])
+
+
+def _scale(ctx: Any, upstream: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    if any(other is not None for other in others):
+        raise RuntimeError("linear_cross_entropy can be differentiated only once")
+    if upstream is None:
+        return (None,) * 5
+    inverse, d_hidden, d_weight = ctx.saved_tensors
+    factor = upstream * inverse
+    # The factor is not rounded to 16 bits: that would scale this gradient alone.
+    wanted_hidden, wanted_weight = ctx.needs_input_grad[:2]
+    grad_hidden = (d_hidden.to(factor.dtype) * factor).to(d_hidden.dtype) if wanted_hidden else None
+    grad_weight = (d_weight * factor).to(ctx.weight_dtype) if wanted_weight else None
+    return grad_hidden, grad_weight, None, None, None
+
+
+_operator.register_autograd(_scale, setup_context=_save)
