@@ -1,0 +1,113 @@
+"""`mars data SOURCE --out DIR`: tokenise once, train often."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mars.lab.data.manifest import Manifest, verify
+from mars.lab.data.preparation import prepare
+from mars.lab.errors import LabError
+
+
+@dataclass(frozen=True)
+class DataArgs:
+    """Tokenise text into shards for training; the same command goes on after an interruption."""
+
+    source: str
+    """A file, directory or glob of .txt, .jsonl, .parquet (also .gz, .zst); openwebtext;
+    fineweb-edu; or hf:org/name[@revision][:config[:split]]. With --verify: a prepared directory."""
+
+    out: Path | None = None
+    """Where the shards go; by default data/ and the name of the source."""
+
+    tokenizer: Literal["gpt2", "bytes"] = "gpt2"
+    """GPT-2's byte-pair encoding, or plain bytes."""
+
+    valid_fraction: float | None = None
+    """Part of the documents for validation (0.0005 of openwebtext, 0.001 of other datasets of the
+    hub, 0.1 of the characters of a single text file, 0.01 of other files)."""
+
+    valid_documents: int | None = None
+    """Take the first so many documents for validation instead."""
+
+    documents: int | None = None
+    """Stop after so many documents."""
+
+    shard_tokens: int = 100_000_000
+    """Tokens of one shard."""
+
+    text_field: str = "text"
+    """Where a record has its text."""
+
+    verify: bool = False
+    """Prepare nothing: check the sha256 of every shard of a prepared directory."""
+
+
+def data_command(args: DataArgs) -> None:
+    """Do what `mars data` was asked, with a progress bar."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if args.verify:
+        with console.status("verifying") as status:
+            manifest = verify(Path(args.source).expanduser(), lambda file: status.update(file))
+        console.print(f"{args.source}: {_summary(manifest)}; every sha256 is right", soft_wrap=True)
+        return
+    out = args.out or Path("data") / default_name(args.source)
+    manifest = _with_progress(args, out, console)
+    console.print(f"{out}: {_summary(manifest)}", soft_wrap=True)
+
+
+def default_name(source: str) -> str:
+    """The name of a source's directory.
+
+    >>> default_name("hf:HuggingFaceFW/fineweb:sample-10BT"), default_name("texts/*.jsonl.gz")
+    ('fineweb-sample-10BT', 'texts')
+    """
+    parts = [p for p in source.removeprefix("hf:").split("/") if p and "*" not in p]
+    name = re.sub(r"[^\w-]+", "-", parts[-1].split(".")[0]).strip("-") if parts else ""
+    if not name:
+        raise LabError(f"{source!r} suggests no name for a directory: give --out")
+    return name
+
+
+def _with_progress(args: DataArgs, out: Path, console: object) -> Manifest:
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TextColumn("{task.fields[documents]:,} documents  {task.completed:,.0f} tokens"),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as bar:  # type: ignore[arg-type]
+        task = bar.add_task(str(out), total=None, documents=0, rate="")
+
+        def show(documents: int, tokens: int) -> None:
+            speed = bar.tasks[0].speed
+            rate = f"{speed / 1e6:.2f}M tokens/s" if speed else ""
+            bar.update(task, completed=tokens, documents=documents, rate=rate)
+
+        return prepare(
+            args.source,
+            out,
+            tokenizer=args.tokenizer,
+            valid_fraction=args.valid_fraction,
+            valid_documents=args.valid_documents,
+            documents=args.documents,
+            shard_tokens=args.shard_tokens,
+            text_field=args.text_field,
+            progress=show,
+        )
+
+
+def _summary(manifest: Manifest) -> str:
+    parts = [
+        f"{manifest.tokens(split):,} {split} tokens in {len(manifest.shards[split])} shards"
+        for split in manifest.shards
+    ]
+    return f"{manifest.documents:,} documents, {', '.join(parts)}, tokenizer {manifest.tokenizer}"

@@ -1,0 +1,224 @@
+"""Documents of local files, in a fixed order, with a position to go on from.
+
+A text file (.txt, .md, …) is one document; .jsonl has one a line, .parquet one a row. Each may be
+packed by gzip (.gz) or, but for .parquet, zstandard (.zst).
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from mars.lab.data.tokenizers import last_border
+from mars.lab.errors import LabError
+
+TEXT = (".txt", ".md", ".rst", ".text")
+LINES = (".jsonl", ".ndjson")
+PACKED = (".gz", ".zst")
+BLOCK = 1 << 21  # characters of a long document that are handled at a time
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A document, or a part of one, cut where it does not change the tokens."""
+
+    text: str
+    first: bool = True  # begins a document
+    split: str | None = None  # where it goes, if the source itself decides
+
+
+class Documents(Protocol):
+    """Where documents come from."""
+
+    name: str
+
+    def settings(self) -> dict[str, Any]:
+        """What identifies the content, to be compared when a preparation goes on."""
+        ...
+
+    def pieces(self, position: Any) -> Iterator[Piece]:
+        """The pieces after a position (None: from the start)."""
+        ...
+
+    def position(self) -> Any:
+        """After the last piece that was yielded; can be written as JSON."""
+        ...
+
+
+class LocalDocuments:
+    """The documents of files, in the order given.
+
+    A single text file is split by position: its last part, `valid_fraction` of the characters, is
+    for validation. Otherwise whole documents are.
+    """
+
+    def __init__(self, name: str, files: list[Path], field: str, valid_fraction: float) -> None:
+        self.name = name
+        self.files = files
+        self.field = field
+        self.tail = valid_fraction if len(files) == 1 and kind_of(files[0]) == "text" else None
+        self._at = [0, 0]
+
+    def settings(self) -> dict[str, Any]:
+        return {"files": [[str(file), file.stat().st_size] for file in self.files]}
+
+    def position(self) -> list[int]:
+        return list(self._at)
+
+    def pieces(self, position: list[int] | None) -> Iterator[Piece]:
+        first, done = position or [0, 0]
+        for i in range(first, len(self.files)):
+            skip = done if i == first else 0
+            for k, piece in enumerate(self._file(self.files[i], skip), skip):
+                self._at = [i, k + 1]
+                yield piece
+
+    def _file(self, path: Path, skip: int) -> Iterator[Piece]:
+        kind = kind_of(path)
+        try:
+            if kind == "text":
+                yield from _after(_text(path, self.tail), skip)
+            elif kind == "lines":
+                yield from _lines(path, self.field, skip)
+            else:
+                yield from _parquet(path, self.field, skip)
+        except OSError as error:
+            raise LabError(f"{path} cannot be read: {error.strerror or error}") from error
+        except EOFError as error:
+            raise LabError(f"{path} is cut short") from error
+        except UnicodeDecodeError as error:
+            raise LabError(f"{path} is not UTF-8 text ({error.reason})") from error
+
+
+def kind_of(path: Path) -> str | None:
+    """ "text", "lines" or "parquet"; None for a file of another kind."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    packed = bool(suffixes) and suffixes[-1] in PACKED
+    last = suffixes[-2:-1] if packed else suffixes[-1:]
+    if last == [".parquet"] and not packed:
+        return "parquet"
+    if last and last[0] in LINES:
+        return "lines"
+    return "text" if last and last[0] in TEXT else None
+
+
+def local_files(source: str) -> list[Path]:
+    """The files that a path or a glob means, sorted; of a directory, all of a known kind."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        found = sorted(p for p in path.rglob("*") if p.is_file() and kind_of(p))
+        if not found:
+            raise LabError(f"{source} holds no .txt, .jsonl or .parquet files (also .gz, .zst)")
+        return found
+    names = sorted(glob.glob(str(path), recursive=True))
+    found = [Path(name) for name in names if Path(name).is_file()]
+    if not found:
+        raise LabError(
+            f"no such file: {source}; datasets of the Hugging Face hub are 'openwebtext', "
+            "'fineweb-edu' or 'hf:org/name[:config[:split]]'"
+        )
+    return found
+
+
+def checked_files(source: str) -> list[Path]:
+    """Like `local_files`, refusing what cannot be read as documents."""
+    files = local_files(source)
+    for path in files:
+        if kind_of(path) is None:
+            raise LabError(f"{path} is not .txt, .md, .jsonl or .parquet (or packed by .gz, .zst)")
+    return files
+
+
+def _after(pieces: Iterator[Piece], skip: int) -> Iterator[Piece]:
+    for _ in range(skip):
+        next(pieces, None)
+    yield from pieces
+
+
+def _open(path: Path) -> IO[bytes]:
+    if path.suffix.lower() == ".gz":
+        return gzip.open(path)  # type: ignore[return-value]
+    if path.suffix.lower() == ".zst":
+        try:
+            import pyarrow  # type: ignore[import-untyped,unused-ignore]
+        except ImportError as error:
+            raise LabError(f"{path} needs pyarrow to unpack: pip install pyarrow") from error
+        stream: IO[bytes] = io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+        return stream
+    return path.open("rb")
+
+
+def _text(path: Path, tail: float | None) -> Iterator[Piece]:
+    """One document, or two (train, valid) if a tail is to be cut off, in pieces."""
+    with _open(path) as raw, io.TextIOWrapper(raw, "utf-8", newline="") as file:
+        if tail is None:
+            yield from _blocks(file, None, None)
+            return
+        count = sum(len(block) for block in iter(lambda: file.read(BLOCK), ""))
+    with _open(path) as raw, io.TextIOWrapper(raw, "utf-8", newline="") as file:
+        yield from _blocks(file, int(count * (1 - tail)), "train")
+        yield from _blocks(file, None, "valid")
+
+
+def _blocks(file: IO[str], characters: int | None, split: str | None) -> Iterator[Piece]:
+    """The next so many characters of a file (None: all) as one document."""
+    held, first, left = "", True, characters
+    while block := file.read(BLOCK if left is None else min(BLOCK, left)):
+        left = None if left is None else left - len(block)
+        held += block
+        cut = last_border(held)
+        if cut:
+            yield Piece(held[:cut], first, split)
+            held, first = held[cut:], False
+    if held:
+        yield Piece(held, first, split)
+
+
+def _lines(path: Path, field: str, skip: int) -> Iterator[Piece]:
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):
+            if number <= skip:
+                continue
+            try:
+                record = json.loads(line) if line.strip() else {field: ""}
+            except ValueError as error:
+                raise LabError(f"{path}, line {number}: not JSON ({error})") from error
+            yield Piece(text_of(record, field, f"{path}, line {number}"))
+
+
+def _parquet(path: Path, field: str, skip: int) -> Iterator[Piece]:
+    try:
+        import pyarrow  # type: ignore[import-untyped,unused-ignore]
+        from pyarrow import parquet
+    except ImportError as error:
+        raise LabError(f"{path} needs pyarrow: pip install pyarrow") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if field not in names:
+                text_of(dict.fromkeys(names), field, str(path))
+            row = 0
+            for batch in file.iter_batches(256, columns=[field]):
+                if row + len(batch) > skip:
+                    for text in batch.column(0).slice(max(0, skip - row)).to_pylist():
+                        yield Piece(text_of({field: text}, field, str(path)))
+                row += len(batch)
+    except pyarrow.ArrowException as error:
+        raise LabError(f"{path} is not a whole parquet file: {error}") from error
+
+
+def text_of(record: Any, field: str, where: str) -> str:
+    """The text of a record, or an error that names what it has instead."""
+    text = record.get(field) if isinstance(record, dict) else None
+    if isinstance(text, str):
+        return text
+    has = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
+    raise LabError(f"{where}: no text in the field {field!r} (there are: {has}); say --text-field")

@@ -1,0 +1,134 @@
+"""Documents of datasets of the Hugging Face hub, streamed: nothing but the shards is kept.
+
+Only `mars data` comes here, and only when a dataset is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mars.lab.data.documents import Piece, text_of
+from mars.lab.errors import LabError
+
+# The hub's own conversion of datasets that are still programs, which `datasets` runs no more.
+CONVERTED = "refs/convert/parquet"
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What `datasets.load_dataset` is asked for."""
+
+    path: str
+    config: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    data_files: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        at = f"@{self.revision}" if self.revision else ""
+        return f"hf:{self.path}{at}:{self.config or ''}:{self.split}"
+
+
+# Named sources and the part of the documents that they keep for validation.
+NAMED = {
+    # It has no validation split; nanoGPT's 0.0005 is the usual part.
+    "openwebtext": (Dataset("Skylion007/openwebtext"), 0.0005),
+    "fineweb-edu": (Dataset("HuggingFaceFW/fineweb-edu", "sample-10BT"), 0.001),
+}
+
+
+def dataset_of(source: str) -> Dataset | None:
+    """The dataset that a source names, None if it names none.
+
+    >>> dataset_of("hf:allenai/c4:en:validation")
+    Dataset(path='allenai/c4', config='en', split='validation', revision=None, data_files=None)
+    """
+    if source in NAMED:
+        return NAMED[source][0]
+    if not source.startswith("hf:"):
+        return None
+    path, *rest = source[3:].split(":")
+    path, _, revision = path.partition("@")
+    if not path or len(rest) > 2:
+        raise LabError(f"{source!r} is not hf:org/name[@revision][:config[:split]]")
+    config, split = [*rest, "", ""][:2]
+    return Dataset(path, config or None, split or "train", revision or None)
+
+
+class HubDocuments:
+    """The documents of a streamed dataset."""
+
+    def __init__(self, dataset: Dataset, field: str) -> None:
+        self.dataset = dataset
+        self.field = field
+        self._stream = self._load()
+        self.name = str(self.dataset)
+
+    def settings(self) -> dict[str, Any]:
+        return {"dataset": str(self.dataset), "files": self.dataset.data_files}
+
+    def position(self) -> Any:
+        return self._stream.state_dict()
+
+    def pieces(self, position: Any) -> Iterator[Piece]:
+        if position is not None:
+            self._stream.load_state_dict(position)
+        try:
+            for record in self._stream:
+                yield Piece(text_of(record, self.field, self.name))
+        except LabError:
+            raise
+        except Exception as error:  # whatever a network, a server or a reader can do
+            raise LabError(
+                f"{self.name} stopped ({_first_line(error)}): run the same command to go on"
+            ) from error
+
+    def _load(self) -> Any:
+        try:
+            import datasets  # type: ignore[import-untyped,unused-ignore]
+        except ImportError as error:
+            raise LabError(f"{self.dataset} needs datasets: pip install datasets") from error
+        datasets.disable_progress_bars()
+        try:
+            return self._open(datasets)
+        except RuntimeError as error:
+            if "scripts are no longer supported" not in str(error) or self.dataset.revision:
+                raise self._refused(error) from error
+            self.dataset = replace(self.dataset, revision=CONVERTED)
+        except Exception as error:
+            raise self._refused(error) from error
+        try:
+            return self._open(datasets)
+        except Exception as error:
+            raise self._refused(error) from error
+
+    def _open(self, datasets: Any) -> Any:
+        wanted = self.dataset
+        files = list(wanted.data_files) if wanted.data_files else None
+        stream = datasets.load_dataset(
+            wanted.path,
+            wanted.config,
+            split=wanted.split,
+            revision=wanted.revision,
+            data_files=files,
+            streaming=True,
+        )
+        if stream.column_names and self.field not in stream.column_names:
+            text_of(dict.fromkeys(stream.column_names), self.field, str(wanted))
+        # Other columns need not be decoded.
+        return stream.select_columns([self.field])
+
+    def _refused(self, error: Exception) -> LabError:
+        if isinstance(error, LabError):
+            return error
+        return LabError(
+            f"cannot open {self.dataset} ({_first_line(error)}): it needs a network, and the right "
+            "name, config and split"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
