@@ -67,3 +67,21 @@ def test_figures_of_the_readme_are_those_of_the_results() -> None:
     text = (ROOT / "README.md").read_text()
     for name in ("adamw", "mars-adamw", "mars-adamw, AdamW's betas", "muon", "mars-m"):
         assert f"({best[name]:.3f})" in text, (name, best[name])
+
+
+def test_costs_of_the_readme_are_those_of_the_benchmark() -> None:
+    rows = json.loads((ROOT / "docs/results/bench_xl_h200.json").read_text())["rows"]
+    found = {row["name"]: row for row in rows}
+    text = (ROOT / "README.md").read_text().split("## What a step costs")[1].split("\n## ")[0]
+    for name in (
+        "torch AdamW fused", "torch AdamW foreach", "torch AdamW fused + clip_grad_norm_",
+        "mars-adamw fused", "mars-lion fused", "plain-adamw fused",
+        *(f"mars-adamw fused, {v}" for v in ("consume_grads", "max_grad_norm", "bfloat16 state")),
+    ):  # fmt: skip
+        row = found[name]
+        assert f"{row['ms']:.1f}" in text, (name, row["ms"])
+        for ratio in (row["ratio"], row["gpu_ratio"]):
+            assert f"{ratio:.2f}".removesuffix(".00") in text, (name, ratio)
+    for name in ("mars-m fused", "mars-shampoo fused"):
+        assert f"{found[name]['ms']:.0f}" in text, name
+        assert f"{found[name]['ms'] / found['torch Muon']['ms']:.2f}" in text, name
