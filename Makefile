@@ -13,8 +13,8 @@ test: $(VENV)/installed ## install, lint, type-check, run every test
 
 check: test
 
-race: $(VENV)/installed ## train a small GPT with AdamW, Muon and MARS, print the curves
-	$(BIN)/python examples/race.py
+race: $(VENV)/installed ## race seven optimizers on a small GPT; a table and an HTML report
+	$(BIN)/mars race
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

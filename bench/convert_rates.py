@@ -23,7 +23,6 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, batch, shakespeare, validate
 
 import mars

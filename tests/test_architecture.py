@@ -28,7 +28,25 @@ LAYERS = {
     "mars.explain": 7,
     "mars": 8,
     "mars.bench": 9,
+    "mars.lab": 9,
+    **{f"mars.lab.{name}": 10 for name in ("errors", "config")},
+    **{f"mars.lab.{name}": 11 for name in ("rundir", "plainfile", "sealed", "tensorfile", "sinks")},
+    **{f"mars.lab.{name}": 12 for name in ("data", "models", "report", "checkpoint", "log")},
+    **{f"mars.lab.{name}": 12 for name in ("signals", "clock", "schedule", "optimizers", "recipes")},
+    "mars.lab.hardware": 13,
+    "mars.lab.loop": 14,
+    **{f"mars.lab.{name}": 15 for name in ("train", "progress", "sample")},
+    **{f"mars.lab.{name}": 16 for name in ("describe", "pool", "arguments")},
+    **{f"mars.lab.{name}": 17 for name in ("race", "tune", "search", "trial", "findings")},
+    "mars.lab.doctor": 18,
+    "mars.lab.cli": 19,
+    "mars.lab.__main__": 20,
 }
+# What the lab may import besides torch and NumPy; only inside functions (see below).
+LAB = {
+    "numpy", "matplotlib", "tyro", "rich", "tiktoken", "safetensors", "tensorboard", "optuna",
+    "datasets", "pyarrow", "wandb", "pytorch_optimizer", "zstandard",
+}  # fmt: skip
 
 
 def module(path: Path) -> str:
@@ -70,6 +88,7 @@ def test_the_library_needs_torch_alone() -> None:
     for path in FILES:
         allowed = always | ({"triton"} if "fused" in path.parts else set())
         allowed |= {"matplotlib"} if "bench" in path.parts else set()
+        allowed |= LAB | {"triton"} if "lab" in path.parts else set()
         for node in ast.walk(ast.parse(path.read_text())):
             names = []
             if isinstance(node, ast.Import):
@@ -77,6 +96,27 @@ def test_the_library_needs_torch_alone() -> None:
             elif isinstance(node, ast.ImportFrom):
                 names = [node.module or ""]
             assert {name.split(".")[0] for name in names} <= allowed, path
+
+
+def test_the_lab_imports_its_packages_late() -> None:
+    """The training path runs where there is only torch and NumPy."""
+    for path in (SOURCE / "lab").rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            assert not {name.split(".")[0] for name in names} & (LAB - {"numpy"}), path
+
+
+def test_the_lab_uses_the_librarys_public_names() -> None:
+    public = ("mars", "mars.lab", "mars.diagnostics")
+    for path in (SOURCE / "lab").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mars"):
+                module_name = node.module or ""
+                assert module_name in public or module_name.startswith("mars.lab."), path
 
 
 def test_the_rule_knows_no_groups_devices_or_ranks() -> None:

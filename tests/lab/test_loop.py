@@ -112,6 +112,34 @@ def test_a_complete_run_is_not_trained_again(tmp_path: Path) -> None:
     assert (tmp_path / "log.jsonl").read_bytes() == before
 
 
+def test_a_run_without_checkpoints_leaves_its_log_alone(tmp_path: Path) -> None:
+    config = run(tmp_path).replace(keep={"save_every": None})
+    first = train(config)
+    assert not (tmp_path / "checkpoints").exists()
+    before = (tmp_path / "log.jsonl").stat().st_mtime_ns
+    assert train(config).valid == first.valid
+    assert (tmp_path / "log.jsonl").stat().st_mtime_ns == before
+
+
+def test_damaged_checkpoints_are_told_and_passed_over(tmp_path: Path) -> None:
+    train(run(tmp_path, steps=6))
+    whole = train(run(tmp_path / "whole", steps=9))
+    newest = tmp_path / "checkpoints" / "step-00000006" / "optimizer.pt"
+    flipped = bytearray(newest.read_bytes())
+    flipped[len(flipped) // 2] ^= 1
+    newest.write_bytes(flipped)
+    outcome = train(run(tmp_path, steps=9))
+    texts = [r["text"] for r in read(tmp_path) if r.get("what") == "refused"]
+    assert len(texts) == 1
+    assert "step-00000006" in texts[0]
+    assert outcome.valid is not None
+    assert whole.valid is not None
+    for path in (tmp_path / "checkpoints").glob("step-*/model.safetensors"):
+        path.write_bytes(b"")
+    with pytest.raises(LabError, match="is intact: remove it to begin again"):
+        train(run(tmp_path, steps=12))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_micro_batches_do_not_change_the_step(tmp_path: Path, precision: str) -> None:
     """The clip and the loss are of the mean over the batch, however it is cut."""

@@ -128,8 +128,9 @@ class Keep:
 
     out: str | None = None
     """Run directory; by default runs/RECIPE-OPTIMIZER-sSEED."""
-    save_every: int = 1000
-    """Steps between checkpoints; there is one at the end and on Ctrl-C in any case."""
+    save_every: int | None = 1000
+    """Steps between checkpoints; there is one at the end and on Ctrl-C too. None: not a single one,
+    for the many runs of a study."""
     last: int = 2
     """Checkpoints to keep, the newest; the best one stays besides."""
     resume: bool = True

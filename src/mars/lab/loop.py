@@ -245,8 +245,8 @@ class Session:
         self.t.clock.stop()
         status = "done" if self.t.step >= loop.steps else "stopped"
         if status == "stopped":
-            self.tell("interrupted", f"{interrupt.asked}: saved at step {self.t.step}")
-        if self.saved_at != self.t.step:
+            self.tell("interrupted", f"{interrupt.asked} at step {self.t.step}")
+        if self.saved_at != self.t.step and self.t.run.keep.save_every is not None:
             self._save()
         self.write({"kind": "end", **self.t.position, "status": status, "valid": self.valid})
         return Outcome(status, self.t.step, self.valid, self.directory)
@@ -259,7 +259,7 @@ class Session:
         last = t.step == loop.steps
         log = last or t.step % loop.log_every == 0
         valid = last or self._validation_due()
-        save = last or t.step % keep.save_every == 0
+        save = keep.save_every is not None and (last or t.step % keep.save_every == 0)
         if log or valid or save or t.device.type == "cpu":
             self._check_loss()
         if log and t.window_steps:

@@ -15,6 +15,7 @@ from mars.lab.errors import LabError
 from mars.lab.hardware import choose_device
 from mars.lab.optimizers import REGISTRY
 from mars.lab.pool import Job, cores, run_all
+from mars.lab.report import Summary
 from mars.lab.rundir import RunDirectory, write_atomically
 
 FIELD = ("adamw", "lion", "muon", "mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
@@ -118,6 +119,30 @@ def race(args: RaceArgs, base: Run, command: str) -> int:
         return tell(args, directory, about)
 
 
+def grid_of(summary: Summary, about: dict[str, Any]) -> dict[str, Any]:
+    """The outcome of a learning-rate grid, as recipes keep it and reports draw it."""
+    first = summary.runs[0].header
+    return {
+        "recipe": about["recipe"],
+        "command": about["command"],
+        "versions": first["versions"],
+        "hardware": first["hardware"]["name"],
+        "tokens": first["tokens_per_step"] * first["steps"],
+        "optimizers": {
+            curve.optimizer: {
+                "label": curve.label,
+                "best": curve.best,
+                "losses": {
+                    f"{point.lr:g}": [round(loss, 4) for loss in point.losses.values()]
+                    + [None] * point.dead
+                    for point in curve.points
+                },
+            }
+            for curve in summary.sensitivity
+        },
+    }
+
+
 def tell(args: RaceArgs, directory: Path, about: dict[str, Any]) -> int:
     """The table, and the page."""
     from mars.lab.recipes.small import rates
@@ -128,6 +153,9 @@ def tell(args: RaceArgs, directory: Path, about: dict[str, Any]) -> int:
     sys.stdout.write("\n" + table(summary) + "\n")
     grid = rates(about["recipe"])
     known = grid if grid["optimizers"] and len(args.rates) == 1 else None
+    if len(args.rates) > 1:
+        outcome = json.dumps(grid_of(summary, about), indent=1) + "\n"
+        write_atomically(directory / "rates.json", outcome.encode())
     if args.report:
         page = directory / "report.html"
         write(page, runs, summary, rates=known, title=f"Race: {about['recipe']}")

@@ -64,16 +64,16 @@ def prepare(run: Run) -> tuple[Training, Tokens, Tokens]:
 
 def train(run: Run, *, command: str = "", watch: Watch = lambda record: None) -> Outcome:
     """Train, or go on training, in the run's directory. ``watch`` sees every record of the log."""
-    training, *tokens = prepare(run)
     directory = Path(run.directory)
+    ended = _check_directory(check(run), directory)
+    if ended is not None:
+        return ended
+    training, *tokens = prepare(run)
     with RunDirectory(directory).lock():
         refused: list[str] = []
-        start = _find_start(run, directory, refused.append)
+        start = _find_start(directory, refused.append)
         if start is not None:
             training.restore(start)
-            ended = _ended(directory, training.step)
-            if ended is not None and training.step >= run.loop.steps:
-                return ended
         keep = run.keep
         log = Log(directory, tensorboard=keep.tensorboard, wandb=keep.wandb, config=to_json(run))
         with log, Interrupt() as interrupt:
@@ -95,20 +95,8 @@ def train(run: Run, *, command: str = "", watch: Watch = lambda record: None) ->
                 ) from error
 
 
-def _ended(directory: Path, step: int) -> Outcome | None:
-    """The outcome of a run that has nothing left to do."""
-    last = read(directory)[-1:]
-    if last and last[0].get("status") == "done" and last[0]["step"] == step:
-        return Outcome("done", step, last[0]["valid"], directory)
-    return None
-
-
-def _text(run: Run) -> bytes:
-    return (json.dumps(to_json(run), indent=2) + "\n").encode()
-
-
-def _find_start(run: Run, directory: Path, refused: Callable[[str], None]) -> Path | None:
-    """The checkpoint to go on from; None for a new run. Another run's directory is refused."""
+def _check_directory(run: Run, directory: Path) -> Outcome | None:
+    """Refuse the directory of another run; the outcome, if this one has nothing left to do."""
     written = directory / "config.json"
     if not written.exists():
         return None
@@ -119,10 +107,22 @@ def _find_start(run: Run, directory: Path, refused: Callable[[str], None]) -> Pa
         field, old, new = difference
         held = f"{directory} holds a run with {field} = {old!r}, not {new!r}"
         raise LabError(f"{held}: choose another --keep.out")
+    last = read(directory)[-1:]
+    if last and last[0].get("status") == "done" and last[0]["step"] >= run.loop.steps:
+        return Outcome("done", last[0]["step"], last[0]["valid"], directory)
+    return None
+
+
+def _find_start(directory: Path, refused: Callable[[str], None]) -> Path | None:
+    """The checkpoint to go on from; None for a new run."""
     start = checkpoint.newest(directory, refused)
     if start is None and any((directory / "checkpoints").glob("step-*")):
         raise LabError(f"no checkpoint in {directory} is intact: remove it to begin again")
     return start
+
+
+def _text(run: Run) -> bytes:
+    return (json.dumps(to_json(run), indent=2) + "\n").encode()
 
 
 def read_config(path: Path) -> Run:

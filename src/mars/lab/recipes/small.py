@@ -23,10 +23,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 DECAY = 0.1
 
+# Where grids begin: the middle of the rates that are tried.
+GUESSES: dict[str, dict[str, float]] = {
+    "gpt-tiny": {
+        "adamw": 1e-2, "lion": 1e-3, "muon": 1.6e-2, "soap": 1e-2, "mars-adamw": 1e-2,
+        "mars-lion": 1e-3, "mars-shampoo": 2e-2, "mars-m": 1.6e-2,
+    },
+    "gpt-50m": {
+        "adamw": 2e-3, "lion": 3e-4, "muon": 4e-3, "soap": 2e-3, "mars-adamw": 2e-3,
+        "mars-lion": 3e-4, "mars-shampoo": 2e-2, "mars-m": 4e-3,
+    },
+}  # fmt: skip
+
 
 @cache
 def rates(recipe: str) -> dict[str, Any]:
-    """The learning-rate grid of a recipe and its outcome, as `mars race --sweep` writes it."""
+    """The learning-rate grid of a recipe and its outcome, as a race over several rates writes it."""
     path = resources.files("mars.lab.recipes") / "rates" / f"{recipe}.json"
     if not path.is_file():
         return {"optimizers": {}}
@@ -35,9 +47,10 @@ def rates(recipe: str) -> dict[str, Any]:
     return found
 
 
-def tuned(recipe: str, name: str, otherwise: float) -> Optimizer:
+def tuned(recipe: str, name: str) -> Optimizer:
     """An optimizer at the best rate of the recipe's grid; ``lr_1d`` is a multiple of that here."""
-    lr = rates(recipe)["optimizers"].get(name, {}).get("best", otherwise)
+    guess = GUESSES[recipe].get(name, GUESSES[recipe]["adamw"])
+    lr = rates(recipe)["optimizers"].get(name, {}).get("best", guess)
     settings = {"weight_decay": DECAY, **SETTINGS.get(name, {})}
     if "lr_1d" in settings:
         settings["lr_1d"] = lr * settings["lr_1d"]
@@ -50,7 +63,7 @@ def gpt_tiny(optimizer: str) -> Run:
         recipe="gpt-tiny",
         model=Model(n_layer=3, n_head=4, n_embd=96, block_size=64, vocab_size=256),
         data=Data(source="tinyshakespeare", tokenizer="bytes"),
-        optimizer=tuned("gpt-tiny", optimizer, 3e-3),
+        optimizer=tuned("gpt-tiny", optimizer),
         schedule=Schedule(shape="cosine", warmup_steps=50, min_lr=0.1),
         loop=Loop(steps=500, batch_size=16, eval_every=50, eval_sequences=128, log_every=10),
         keep=Keep(save_every=200),
@@ -63,7 +76,7 @@ def gpt_50m(optimizer: str) -> Run:
         recipe="gpt-50m",
         model=Model(n_layer=8, n_head=8, n_embd=512, block_size=1024, vocab_size=50304),
         data=Data(source="data/text", tokenizer="gpt2"),
-        optimizer=tuned("gpt-50m", optimizer, 2e-3),
+        optimizer=tuned("gpt-50m", optimizer),
         schedule=Schedule(shape="cosine", warmup_steps=90, min_lr=0.1),
         loop=Loop(steps=900, batch_size=64, eval_every=100, eval_sequences=512, log_every=10),
         keep=Keep(save_every=300),

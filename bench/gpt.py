@@ -1,13 +1,12 @@
-"""A small GPT and its data, for the examples and the experiments: plain PyTorch, one file."""
+"""The small GPT of the first experiments, and its data: plain PyTorch, one file."""
 
 from __future__ import annotations
-
-import lzma
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from mars.lab.data.embedded import embedded
 
 
 class Block(nn.Module):
@@ -61,8 +60,7 @@ class GPT(nn.Module):
 
 def shakespeare() -> tuple[Tensor, Tensor, int]:
     """Train and validation characters of the tiny Shakespeare corpus (90/10), vocabulary size."""
-    with lzma.open(Path(__file__).parent / "shakespeare.txt.xz", "rt") as file:
-        text = file.read()
+    text = embedded("tinyshakespeare.txt")
     index = {c: i for i, c in enumerate(sorted(set(text)))}
     data = torch.tensor([index[c] for c in text])
     cut = int(0.9 * len(data))
