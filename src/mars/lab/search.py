@@ -1,0 +1,162 @@
+"""What a search varies, and where it remembers what it tried: an Optuna study in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from mars.lab.config import Run
+from mars.lab.errors import LabError
+from mars.lab.optimizers import REGISTRY
+
+if TYPE_CHECKING:
+    import optuna
+
+Name = Literal["lr", "lr_1d", "weight_decay", "gamma"]
+
+WIDTH = 8.0  # a range around the recipe's value: it times and divided by this
+PUBLISHED_GAMMA = 0.025
+STARTUP = 6  # trials before the sampler and the pruner trust what they saw
+EDGE = 0.05  # share of a range that counts as its edge
+
+
+@dataclass(frozen=True)
+class Range:
+    """Where a setting is looked for; ``own`` is the recipe's value, which is in it."""
+
+    own: float
+    low: float
+    high: float
+    log: bool
+
+    def place(self, value: float) -> float:
+        """Where in the range a value lies: 0 is the lower end, 1 the upper.
+
+        >>> Range(1.0, 0.25, 4.0, log=True).place(1.0)
+        0.5
+        """
+        low, high = self.low, self.high
+        if self.log:
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        return (value - low) / (high - low)
+
+
+def space(run: Run, names: Sequence[Name] | None = None) -> dict[str, Range]:
+    """The range of every setting to search; by default rate, decay and, for MARS, γ."""
+    o = run.optimizer
+    uses = REGISTRY[o.name].uses if o.name in REGISTRY else frozenset[str]()
+    if names is None:
+        names = ("lr", "weight_decay", "gamma") if "gamma" in uses else ("lr", "weight_decay")
+    if not names:
+        raise LabError("--search names nothing to search: lr, lr_1d, weight_decay or gamma")
+    for name in names:
+        if name in ("gamma", "lr_1d") and o.name in REGISTRY and name not in uses:
+            raise LabError(f"--search {name}: it is no option of {o.name}")
+    gamma = PUBLISHED_GAMMA if o.gamma is None else o.gamma
+    ranges = {
+        "lr": lambda: _around(o.lr, "lr"),
+        "lr_1d": lambda: _around(o.lr if o.lr_1d is None else o.lr_1d, "lr_1d"),
+        # No logarithm of 0: a recipe without decay is searched evenly from 0 up.
+        "weight_decay": lambda: (
+            _around(o.weight_decay, "weight_decay")
+            if o.weight_decay
+            else Range(0.0, 0.0, 0.3, log=False)
+        ),
+        "gamma": lambda: Range(gamma, min(0.0, gamma), max(0.1, 2 * gamma), log=False),
+    }
+    return {name: ranges[name]() for name in dict.fromkeys(names)}
+
+
+def _around(own: float, name: str) -> Range:
+    if not own > 0:
+        raise LabError(f"optimizer.{name} is {own}: a search around it needs a value above 0")
+    return Range(own, own / WIDTH, own * WIDTH, log=True)
+
+
+def at(run: Run, ranges: Mapping[str, Range], values: Mapping[str, float]) -> Run:
+    """The run with these settings, to four digits; lr_1d keeps its proportion to lr."""
+    fields = {
+        name: value if value == ranges[name].own else float(f"{value:.4g}")
+        for name, value in values.items()
+    }
+    o = run.optimizer
+    if "lr" in fields and "lr_1d" not in fields and o.lr_1d is not None:
+        same = fields["lr"] == o.lr
+        fields["lr_1d"] = o.lr_1d if same else float(f"{o.lr_1d * fields['lr'] / o.lr:.4g}")
+    return run.replace(optimizer=dict(fields))
+
+
+def at_edge(found: Range, value: float) -> str | None:
+    """ "lower" or "upper", if a value lies at that end of its range and more lies beyond."""
+    place = found.place(value)
+    if place > 1 - EDGE:
+        return "upper"
+    return "lower" if place < EDGE and found.low > 0 else None
+
+
+def require_optuna() -> None:
+    """A LabError if it is not there."""
+    try:
+        import optuna  # noqa: F401
+    except ImportError as error:
+        raise LabError("mars tune needs optuna: pip install optuna") from error
+
+
+def repair(directory: Path) -> None:
+    """Undo what a killed search can leave: a torn last line, a lock. Own the directory first."""
+    with contextlib.suppress(FileNotFoundError):
+        (directory / "study.lock").unlink()
+    with contextlib.suppress(FileNotFoundError), open(directory / "study", "r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def open_study(directory: Path, first_pruning: int | None) -> optuna.Study:
+    """The study in a directory. From ``first_pruning`` steps on, a run below the median stops."""
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # the telling is ours
+    pruner = (
+        optuna.pruners.NopPruner()
+        if first_pruning is None
+        else optuna.pruners.MedianPruner(n_startup_trials=STARTUP, n_warmup_steps=first_pruning)
+    )
+    return optuna.create_study(
+        storage=JournalStorage(JournalFileBackend(str(directory / "study"))),
+        study_name="tune",
+        direction="minimize",
+        load_if_exists=True,
+        pruner=pruner,
+    )
+
+
+def first_pruning(run: Run) -> int:
+    """Steps before a run may be stopped: curves cross early on, and while rates rise."""
+    return max(run.loop.steps // 3, 2 * run.schedule.warmup_steps)
+
+
+def next_trial(study: optuna.Study, ranges: Mapping[str, Range], seed: int) -> optuna.Trial:
+    """A new trial with its settings; the first has the recipe's own.
+
+    A trial's random numbers depend on the seed and its own number alone, so that a search that was
+    interrupted draws what it would have drawn.
+    """
+    from optuna.samplers import TPESampler
+
+    number = len(study.get_trials(deepcopy=False))
+    if number == 0:
+        study.enqueue_trial({name: found.own for name, found in ranges.items()})
+    study.sampler = TPESampler(seed=(seed * 1_000_003 + number) % 2**32, n_startup_trials=STARTUP)
+    trial = study.ask()
+    suggest(trial, ranges)
+    return trial
+
+
+def suggest(trial: optuna.Trial, ranges: Mapping[str, Range]) -> dict[str, float]:
+    """A trial's settings; drawn the first time, remembered from then on."""
+    return {n: trial.suggest_float(n, r.low, r.high, log=r.log) for n, r in ranges.items()}

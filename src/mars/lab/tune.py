@@ -1,0 +1,247 @@
+"""`mars tune`: search learning rate, weight decay and γ of an optimizer on a recipe."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mars.lab import arguments, findings, search
+from mars.lab.config import Run
+from mars.lab.errors import LabError
+from mars.lab.findings import Findings
+from mars.lab.hardware import choose_device
+from mars.lab.pool import cores
+from mars.lab.report import units
+from mars.lab.rundir import RunDirectory
+from mars.lab.trial import Ended, Order, attempt, begin_worker
+
+if TYPE_CHECKING:
+    import optuna
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneArgs(Run):
+    """Search the settings of an optimizer."""
+
+    trials: int = 20
+    """Settings to try; the first are the recipe's own."""
+    search: tuple[search.Name, ...] | None = None
+    """What to vary; by default lr, weight_decay and, for MARS, gamma."""
+    seeds: int = 1
+    """Runs of each trial, which is judged by their mean."""
+    prune: bool = True
+    """Stop a run whose validation loss is above the median of earlier runs."""
+    jobs: int | None = None
+    """Trials at the same time; by default up to one a core on a CPU, one on a GPU."""
+    checkpoints: bool = False
+    """Keep checkpoints of all trials; by default those of the best."""
+    out: str | None = None
+    """Where the search is kept; by default runs/tune-RECIPE-OPTIMIZER."""
+
+
+def tune_command(words: list[str]) -> int:
+    """The command line of a search."""
+    command = shlex.join(["mars", "tune", *words])
+    recipe, words = arguments.recipe_of(words, None, "mars tune")
+    words = arguments.shorthands(words)
+    base = arguments.base_run(recipe, words)
+    default = arguments.with_defaults(TuneArgs, base)
+    about = (
+        f"Search settings of an optimizer on {recipe}, around those of the recipe. Every field "
+        "can be overridden. The same command goes on with a search that was interrupted."
+    )
+    args = arguments.parse(TuneArgs, words, f"mars tune {recipe}", about, default)
+    moved = args.keep.out if args.keep.out != base.keep.out else None
+    name = args.optimizer.name.replace(":", ".")
+    directory = Path(args.out or moved or f"runs/tune-{base.recipe}-{name}")
+    return tune(args, directory, command)
+
+
+def tune(args: TuneArgs, directory: Path, command: str) -> int:
+    """Search, or go on searching, then tell."""
+    for name in ("trials", "seeds", "jobs"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise LabError(f"--{name} must be 1 or more, it is {value}")
+    search.require_optuna()
+    run = arguments.as_run(args)
+    ranges = search.space(run, args.search)
+    on_cpu = choose_device(run.loop.device).type == "cpu"
+    # A search learns from what is complete: most of it should come after something is.
+    jobs = args.jobs or (min(cores(), max(1, args.trials // 4)) if on_cpu else 1)
+    if jobs > 1 and run.loop.threads is None:
+        run = run.replace(loop={"threads": max(1, cores() // jobs)})
+    found = Findings(directory, run, ranges, args.seeds, command)
+    found.compare()
+    with RunDirectory(directory).lock():
+        complete = Search(args, found, jobs).go()
+    if not complete:
+        sys.stdout.write("stopped; the same command goes on from here\n")
+    return 0
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM as Ctrl-C, so that workers are not left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Here(Executor):
+    """Runs what is submitted at once, in this process."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+class Search:
+    """A search under way: asks for settings, has them tried, notes how that ended."""
+
+    def __init__(self, args: TuneArgs, found: Findings, jobs: int) -> None:
+        self.args, self.findings, self.jobs = args, found, jobs
+        self.run, self.ranges, self.directory = found.run, found.ranges, found.directory
+        self.first_pruning = search.first_pruning(self.run) if args.prune else None
+        search.repair(self.directory)
+        self.study = search.open_study(self.directory, self.first_pruning)
+        self.active: dict[Future[Ended], optuna.Trial] = {}
+        self.began: dict[int, float] = {}
+        self.took: list[float] = []  # wall time of trials that ended
+
+    def go(self) -> bool:
+        """Run trials until there are enough; False if somebody stopped it."""
+        self.findings.write(self.study)
+        stopped = False
+        with _terminable(), self._executor() as pool:
+            try:
+                while self._fill(pool, stopped):
+                    for future in wait(self.active, return_when=FIRST_COMPLETED).done:
+                        stopped |= self._end(self.active.pop(future), future.result())
+            except KeyboardInterrupt:
+                stopped = True
+                self._stop(pool)
+            except BrokenProcessPool as error:
+                raise LabError("a worker died (memory?); the same command goes on") from error
+        self.findings.write(self.study)
+        sys.stdout.write(self.findings.tell(self.study) + "\n")
+        return not stopped
+
+    def _executor(self) -> Executor:
+        if self.jobs == 1:
+            return _Here()
+        context = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(self.jobs, context, begin_worker)
+
+    def _stop(self, pool: Executor) -> None:
+        """Have runs in progress saved, and note what ended all the same."""
+        sys.stderr.write("stopping: runs in progress are saved\n")
+        for worker in multiprocessing.active_children():
+            worker.terminate()  # a run in progress takes it for a question
+        pool.shutdown(wait=True, cancel_futures=True)
+        for future, trial in self.active.items():
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._end(trial, future.result())
+
+    def _fill(self, pool: Executor, stopped: bool) -> bool:
+        """Begin as many trials as there is room for; whether any is under way."""
+        while not stopped and len(self.active) < self.jobs:
+            trial = self._next()
+            if trial is None:
+                break
+            self.began[trial.number] = time.monotonic()
+            self.active[pool.submit(attempt, self._order(trial))] = trial
+        return bool(self.active)
+
+    def _next(self) -> optuna.Trial | None:
+        """A trial that an interruption left, or a new one; None if there are enough."""
+        import optuna
+        from optuna.trial import TrialState
+
+        trials = self.study.get_trials(deepcopy=False)
+        busy = {trial.number for trial in self.active.values()}
+        for trial in trials:
+            if trial.state == TrialState.RUNNING and trial.number not in busy:
+                left = optuna.Trial(self.study, trial._trial_id)
+                search.suggest(left, self.ranges)
+                return left
+        if sum(trial.state != TrialState.WAITING for trial in trials) >= self.args.trials:
+            return None
+        return search.next_trial(self.study, self.ranges, self.run.loop.seed)
+
+    def _folders(self, number: int) -> list[Path]:
+        names = findings.folders(number, self.run, self.args.seeds)
+        return [self.directory / name for name in names]
+
+    def _order(self, trial: optuna.Trial) -> Order:
+        tried = search.at(self.run, self.ranges, trial.params)
+        runs = tuple(
+            tried.replace(
+                loop={"seed": self.run.loop.seed + i}, keep={"out": str(folder), "resume": True}
+            )
+            for i, folder in enumerate(self._folders(trial.number))
+        )
+        show = self.jobs == 1
+        command = self.findings.command
+        return Order(self.directory, trial.number, runs, self.first_pruning, command, show)
+
+    def _end(self, trial: optuna.Trial, ended: Ended) -> bool:
+        """Note how a trial ended; whether it was somebody who stopped it."""
+        from optuna.trial import TrialState
+
+        if ended.state == "stopped":
+            return True
+        for name in ("state", "loss", "seconds"):
+            trial.set_user_attr(name, getattr(ended, name))
+        if ended.state == "complete":
+            self.study.tell(trial, ended.loss)
+        else:  # that training diverges at a rate tells the sampler something: pruned, not failed
+            self.study.tell(trial, state=TrialState.PRUNED)
+        self.took.append(time.monotonic() - self.began[trial.number])
+        self.findings.write(self.study)
+        self._tidy()
+        self._say(trial, ended)
+        return False
+
+    def _tidy(self) -> None:
+        """Checkpoints of trials that have ended, but for the best, are of no more use."""
+        if self.args.checkpoints:
+            return
+        best = findings.best(self.study)
+        for trial in self.study.get_trials(deepcopy=False):
+            if trial.state.is_finished() and trial.number != best:
+                for folder in self._folders(trial.number):
+                    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+    def _say(self, trial: optuna.Trial, ended: Ended) -> None:
+        many = self.args.trials
+        finished = sum(t.state.is_finished() for t in self.study.get_trials(deepcopy=False))
+        loss = f"validation loss {units.loss(ended.loss)}"
+        text = {"complete": loss, "pruned": f"pruned, {loss}", "diverged": "diverged"}[ended.state]
+        if findings.best(self.study) == trial.number:
+            text += ", the best so far"
+        if finished < many:
+            left = (many - finished) * math.fsum(self.took) / len(self.took) / self.jobs
+            text += f"; {units.seconds(left)} left"
+        values = ", ".join(f"{n} {units.rate(v)}" for n, v in trial.params.items())
+        sys.stderr.write(f"[{finished}/{many}] trial-{trial.number:04d}, {values}: {text}\n")
+        sys.stderr.flush()

@@ -1,0 +1,280 @@
+"""Searches: what they try, that they go on after an interruption, what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from miniature import run
+
+from mars.lab import arguments, log, search
+from mars.lab.config import Run, to_json
+from mars.lab.errors import LabError
+from mars.lab.report import load
+from mars.lab.rundir import RunDirectory
+from mars.lab.search import Range, at, at_edge, space
+from mars.lab.trial import Order, attempt
+from mars.lab.tune import tune_command
+
+
+def recipe(folder: Path, name: str = "mars-adamw", **changes: Any) -> str:
+    """A miniature as a JSON file."""
+    values = to_json(run(folder / "unused", name).replace(**changes))
+    values["keep"].pop("out")
+    path = folder / "mini.json"
+    path.write_text(json.dumps(values))
+    return str(path)
+
+
+def found(folder: Path) -> dict[str, Any]:
+    values = json.loads((folder / "tune.json").read_text())
+    assert isinstance(values, dict)
+    return values
+
+
+def go(*words: object) -> int:
+    return tune_command([*map(str, words), "--jobs", "1"])
+
+
+def test_a_search_tries_the_recipe_first_and_leaves_a_better_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "search"
+    # A rate far too low for 12 steps: anything above it is better.
+    mini = recipe(tmp_path, optimizer={"lr": 1e-4, "weight_decay": 0.1})
+    assert go(mini, "--trials", 5, "--out", out) == 0
+    about = found(out)
+    trials = about["trials"]
+    assert [t["state"] for t in trials] == ["complete"] * 5
+    assert trials[0]["values"] == {"lr": 1e-4, "weight_decay": 0.1, "gamma": 0.025}
+    losses = [t["loss"] for t in trials]
+    assert losses[about["best"]] == min(losses) < losses[0]
+    assert len({tuple(t["values"].values()) for t in trials}) == 5
+    for name, low, high in (
+        ("lr", 1e-4 / 8, 8e-4),
+        ("weight_decay", 1 / 80, 0.8),
+        ("gamma", 0, 0.1),
+    ):
+        assert all(low <= t["values"][name] <= high for t in trials)
+
+    runs = {log.path.name: log for log in load([out])}
+    assert sorted(runs) == [f"trial-{i:04d}" for i in range(5)]
+    for t in trials:
+        made = runs[t["runs"][0]]
+        assert made.final == t["loss"]
+        assert made.lr == pytest.approx(t["values"]["lr"], rel=1e-3)
+        assert made.header["config"]["optimizer"]["gamma"] == pytest.approx(
+            t["values"]["gamma"], rel=1e-3
+        )
+        kept = (made.path / "checkpoints").exists()
+        assert kept == (t["number"] == about["best"])
+
+    # The result is a recipe: it gives the run of the best trial again.
+    best = json.loads((out / "best.json").read_text())
+    again = arguments.overridden(best)
+    tried = json.loads((out / f"trial-{about['best']:04d}" / "config.json").read_text())
+    assert to_json(again)["optimizer"] == {**tried["optimizer"], "betas": again.optimizer.betas}
+    assert again.model == run(tmp_path).model
+    assert again.loop.steps == 12
+    assert again.keep.out is None
+
+    captured = capsys.readouterr()
+    assert captured.err.count("trial-") == 5
+    assert "[2/5] trial-0001, lr " in captured.err
+    assert " left" in captured.err
+    assert "the recipe's own" in captured.out
+    assert f"mars train {out}/best.json" in captured.out
+
+
+def test_a_search_that_goes_on_tries_what_it_would_have_tried(tmp_path: Path) -> None:
+    mini = recipe(tmp_path)
+    words = (mini, "--search", "lr", "gamma", "--loop.steps", "4")
+    go(*words, "--trials", 7, "--out", tmp_path / "whole")
+    go(*words, "--trials", 3, "--out", tmp_path / "parts")
+    with open(tmp_path / "parts" / "study", "ab") as file:
+        file.write(b'{"op_code":4,"tor')  # a kill in the middle of a line
+    os.symlink("study", tmp_path / "parts" / "study.lock")  # and while it was locked
+    began = time.monotonic()
+    go(*words, "--trials", 7, "--out", tmp_path / "parts")
+    assert time.monotonic() - began < 20  # Optuna itself would wait 30 seconds for the lock
+
+    def outcome(name: str) -> list[tuple[Any, ...]]:
+        return [(t["values"], t["state"], t["loss"]) for t in found(tmp_path / name)["trials"]]
+
+    assert outcome("parts") == outcome("whole")
+    assert len(outcome("whole")) == 7
+
+
+def test_ctrl_c_saves_the_trial_and_the_same_command_ends_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "search"
+    words = (recipe(tmp_path), "--trials", 2, "--out", out, "--loop.steps", 120)
+    over = threading.Event()
+
+    def interrupt() -> None:
+        while not over.wait(0.005):
+            if list(out.glob("trial-0001/checkpoints/step-*")):
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        assert go(*words) == 0
+    finally:
+        over.set()
+        thread.join()
+    assert "stopped; the same command goes on" in capsys.readouterr().out
+    assert [t["state"] for t in found(out)["trials"]] == ["complete", "running"]
+    assert log.read(out / "trial-0001")[-1]["status"] == "stopped"
+
+    assert go(*words) == 0
+    about = found(out)
+    assert [t["state"] for t in about["trials"]] == ["complete", "complete"]
+    records = log.read(out / "trial-0001")
+    assert [r["what"] for r in records if r["kind"] == "event"][-1] == "resumed"
+    assert records[-1]["valid"] == about["trials"][1]["loss"]
+
+
+def test_divergence_is_a_result_not_a_crash(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "search"
+    mini = recipe(tmp_path, "adamw", optimizer={"lr": 1e25, "weight_decay": 0.1})
+    assert go(mini, "--trials", 2, "--out", out) == 0
+    assert [t["state"] for t in found(out)["trials"]] == ["diverged", "diverged"]
+    assert found(out)["best"] is None
+    assert not (out / "best.json").exists()
+    assert log.read(out / "trial-0000")[-1]["status"] == "failed"
+    said = capsys.readouterr()
+    assert "no trial is complete yet" in said.out
+    assert "diverged" in said.err
+
+
+def test_what_is_wrong_with_all_trials_is_an_error(tmp_path: Path) -> None:
+    out = tmp_path / "search"
+    mini = recipe(tmp_path, data={"source": str(tmp_path / "no-such-file.txt")})
+    with pytest.raises(LabError, match=r"no-such-file\.txt"):
+        go(mini, "--trials", 2, "--out", out)
+
+
+def test_a_run_that_lags_behind_is_pruned_and_closed_properly(tmp_path: Path) -> None:
+    study = search.open_study(tmp_path, 4)
+    at_all = {step: 1.0 for step in (1, 2, 4, 8, 12)}
+    for _ in range(search.STARTUP):
+        study.add_trial(optuna.trial.create_trial(value=1.0, intermediate_values=at_all))
+    trial = study.ask()
+    made = run(tmp_path / "trial")
+    ended = attempt(Order(tmp_path, trial.number, (made,), 4, "mars tune"))
+    assert ended.state == "pruned"
+    assert ended.seconds > 0
+    records = log.read(tmp_path / "trial")
+    last = records[-1]
+    assert (last["kind"], last["status"]) == ("end", "stopped")
+    assert last["text"] == "pruned at step 4 of 12"
+    assert last["valid"] == ended.loss == records[-2]["loss"]
+    with RunDirectory(tmp_path / "trial").lock():  # nobody holds it
+        pass
+    told = study.trials[-1].intermediate_values
+    assert max(told) == 4
+    assert 0 not in told
+
+
+def test_several_seeds_are_judged_by_their_mean(tmp_path: Path) -> None:
+    out = tmp_path / "search"
+    go(recipe(tmp_path), "--trials", 1, "--seeds", 2, "--out", out)
+    (trial,) = found(out)["trials"]
+    runs = {made.path.name: made for made in load([out])}
+    assert sorted(runs) == trial["runs"] == ["trial-0000-s0", "trial-0000-s1"]
+    assert {made.seed for made in runs.values()} == {0, 1}
+    finals = [made.final or 0.0 for made in runs.values()]
+    assert finals[0] != finals[1]
+    assert trial["loss"] == pytest.approx(sum(finals) / 2, rel=1e-12)
+
+
+def test_another_search_in_the_same_place_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "search"
+    common = [recipe(tmp_path), "--trials", 1, "--out", out, "--search", "lr", "--loop.steps", 4]
+    go(*common)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    for words, message in (
+        ("--loop.steps 5", "loop.steps = 4, not 5"),
+        ("--optimizer.betas 0.8 0.9", "optimizer.betas = None"),
+        ("--seeds 2", "--seeds 1 --search lr"),
+        ("--search gamma", "--seeds 1 --search lr"),
+    ):
+        with pytest.raises(LabError, match="holds a search with") as refused:
+            go(*common, *words.split())
+        assert message in str(refused.value)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.slow
+def test_two_trials_at_a_time(tmp_path: Path) -> None:
+    out = tmp_path / "search"
+    words = [recipe(tmp_path), "--trials", "3", "--out", str(out), "--jobs", "2"]
+    assert tune_command(words) == 0
+    about = found(out)
+    assert [t["state"] for t in about["trials"]] == ["complete"] * 3
+    assert about["trials"][0]["values"]["lr"] == 1e-2
+    assert len({made.final for made in load([out])}) == 3
+
+
+def test_bad_words_are_refused(tmp_path: Path) -> None:
+    mini, out = recipe(tmp_path), tmp_path / "search"
+    for option in ("--trials", "--seeds", "--jobs"):
+        with pytest.raises(LabError, match=f"{option} must be 1 or more, it is 0"):
+            tune_command([mini, "--out", str(out), option, "0"])
+    with pytest.raises(LabError, match="--search gamma: it is no option of adamw"):
+        go(recipe(tmp_path, "adamw"), "--out", out, "--search", "gamma")
+    with pytest.raises(LabError, match=r"optimizer\.lr is 0\.0"):
+        go(mini, "--out", out, "--optimizer.lr", "0")
+    assert not out.exists()
+
+
+def of(**optimizer: Any) -> Run:
+    return run(Path()).replace(optimizer=optimizer)
+
+
+def test_ranges_lie_around_the_recipe() -> None:
+    assert space(of(lr=0.01, weight_decay=0.1)) == {
+        "lr": Range(0.01, 0.01 / 8, 0.08, log=True),
+        "weight_decay": Range(0.1, 0.1 / 8, 0.8, log=True),
+        "gamma": Range(0.025, 0.0, 0.1, log=False),
+    }
+    assert list(space(of(name="adamw"))) == ["lr", "weight_decay"]
+    assert space(of(weight_decay=0.0), ["weight_decay"]) == {
+        "weight_decay": Range(0.0, 0.0, 0.3, log=False)
+    }
+    assert space(of(gamma=0.2), ["gamma"])["gamma"].high == 0.4
+    assert space(of(lr=0.01), ["lr_1d"])["lr_1d"].own == 0.01
+    assert list(space(of(name="my.module:Own"))) == ["lr", "weight_decay"]
+
+
+def test_settings_have_four_digits_but_the_recipes_own_are_exact() -> None:
+    third = of(lr=1 / 3, lr_1d=1 / 7)
+    ranges = space(third)
+    same = at(third, ranges, {"lr": 1 / 3, "weight_decay": 0.0, "gamma": 0.025}).optimizer
+    assert (same.lr, same.lr_1d, same.gamma) == (1 / 3, 1 / 7, 0.025)
+    twice = at(third, ranges, {"lr": 2 / 3}).optimizer
+    assert (twice.lr, twice.lr_1d) == (0.6667, 0.2857)
+    alone = at(third, space(third, ["lr", "lr_1d"]), {"lr": 2 / 3, "lr_1d": 0.5}).optimizer
+    assert alone.lr_1d == 0.5
+
+
+def test_the_edge_of_a_range_is_noticed() -> None:
+    rate = Range(0.01, 0.001, 0.1, log=True)
+    assert at_edge(rate, 0.095) == "upper"
+    assert at_edge(rate, 0.0011) == "lower"
+    assert at_edge(rate, 0.01) is None
+    gamma = Range(0.025, 0.0, 0.1, log=False)
+    assert at_edge(gamma, 0.0) is None  # there is nothing below 0
+    assert at_edge(gamma, 0.099) == "upper"
