@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -208,6 +209,52 @@ def test_the_weights_are_a_safetensors_file_like_any_other(tmp_path: Path) -> No
     again = Tiny()
     safetensors.torch.load_model(again, path)
     assert flat(again.state_dict()) == flat(model.state_dict())
+
+
+def test_tensors_in_the_file_are_aligned_to_their_type(tmp_path: Path) -> None:
+    model = nn.Module()
+    for i, kind in enumerate([torch.bool, torch.float32, torch.bfloat16, torch.float64]):
+        model.register_buffer(f"b{i}", torch.ones(3).to(kind))
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    raw = (checkpoint.save(tmp_path, 0, model, optimizer, {}) / "model.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    assert length % 8 == 0
+    header = json.loads(raw[8 : 8 + length])
+    begins = [header[f"b{i}"]["data_offsets"][0] for i in range(4)]
+    assert begins == [42, 24, 36, 0]
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("fused", [None, True])
+def test_resume_on_a_gpu_is_bit_exact(tmp_path: Path, fused: bool | None) -> None:
+    def build(model: nn.Module) -> MARS:
+        rate = torch.tensor(1e-2, device="cuda")
+        return MARS(model.parameters(), lr=rate, fused=fused, capturable=True)
+
+    def go_on(model: nn.Module, optimizer: MARS) -> None:
+        for _ in range(3):
+            model(torch.randint(11, (6,), device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def bits_of(model: nn.Module, optimizer: MARS) -> dict[str, Any]:
+        both = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        return flat(torch.utils._pytree.tree_map_only(Tensor, Tensor.cpu, both))
+
+    model = Tiny().cuda()
+    optimizer = build(model)
+    go_on(model, optimizer)
+    path = checkpoint.save(tmp_path, 3, model, optimizer, {})
+    go_on(model, optimizer)
+    again = Tiny().cuda()
+    other = build(again)
+    set_rng_state(checkpoint.load(path, again, other)["rng"])
+    assert other.param_groups[0]["lr"].is_cuda
+    go_on(again, other)
+    assert bits_of(again, other) == bits_of(model, optimizer)
 
 
 def test_weights_alone_can_be_loaded(tmp_path: Path) -> None:

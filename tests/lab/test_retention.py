@@ -84,6 +84,16 @@ def test_the_best_is_kept_besides(tmp_path: Path) -> None:
     assert note == {"step": 2, "loss": 1.0}
 
 
+def test_the_best_is_of_this_course_of_training(tmp_path: Path) -> None:
+    """Begun again from an earlier step; and a step saved again has the loss it has now."""
+    save_steps(tmp_path, 9, best=0.1)
+    save_steps(tmp_path, 3, best=0.5)
+    assert checkpoint.best(tmp_path) == tmp_path / "checkpoints" / "step-00000003"
+    save_steps(tmp_path, 3, best=0.7)
+    note = json.loads((tmp_path / "checkpoints" / "best.json").read_text())
+    assert note == {"step": 3, "loss": 0.7}
+
+
 @pytest.mark.parametrize("note", ["", "{", "[]", '{"step": 7, "loss": 0.0}'])
 def test_a_lost_best_is_replaced(tmp_path: Path, note: str) -> None:
     save_steps(tmp_path, 1)
