@@ -5,7 +5,7 @@
 
 The plain one is written as nanoGPT is: torch's layers under autocast, torch.compile, all logits at
 once in F.cross_entropy, gradients clipped by clip_grad_norm_, torch's fused AdamW. Everything runs
-in one process, in rounds that take turns, so that the clock of the device is the same for all.
+in one process, in rounds that take turns, so that the device is as warm for all.
 Tokens are random: arithmetic does not care.
 """
 
@@ -113,44 +113,32 @@ class Candidate:
         self.name, self.model, self.forward, self.args = name, model, forward, args
         self.optimizer = make(model)
         self.clips = args.clip if isinstance(self.optimizer, torch.optim.AdamW) else 0.0
-        self.graph: torch.cuda.CUDAGraph | None = None
         self.rates: list[float] = []
         self.memory: int | None = None
 
     def backward(self, tokens: Tensor, targets: Tensor) -> None:
         device = tokens.device.type
-        with torch.autocast(device, torch.bfloat16, self.args.autocast, cache_enabled=False):
+        with torch.autocast(device, torch.bfloat16, self.args.autocast):
             loss = self.forward(tokens, targets)
         loss.backward()
 
     def step(self, batch: tuple[Tensor, Tensor]) -> None:
-        if self.graph is None:
-            self.optimizer.zero_grad()
-            self.backward(*batch)
-        else:
-            self.graph.replay()  # writes the gradients where they were
+        self.optimizer.zero_grad()
+        self.backward(*batch)
         if self.clips:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clips)
         self.optimizer.step()
 
-    def capture(self, batch: tuple[Tensor, Tensor]) -> None:
-        self.optimizer.zero_grad()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.backward(*batch)
-        self.graph = graph
-
-    def warm(self, batch: tuple[Tensor, Tensor], graph: bool) -> None:
+    def warm(self, batch: tuple[Tensor, Tensor]) -> None:
+        """Two steps, the second for the memory."""
         self.step(batch)
         self.optimizer.zero_grad()
-        if batch[0].is_cuda:
-            held = torch.cuda.memory_allocated() - self.own()  # by the others
-            torch.cuda.reset_peak_memory_stats()
-        if graph:
-            self.capture(batch)
+        if not batch[0].is_cuda:
+            return
+        held = torch.cuda.memory_allocated() - self.own()  # by the others
+        torch.cuda.reset_peak_memory_stats()
         self.step(batch)
-        if batch[0].is_cuda:
-            self.memory = torch.cuda.max_memory_allocated() - held
+        self.memory = torch.cuda.max_memory_allocated() - held
 
     def own(self) -> int:
         """Bytes of parameters and optimizer state."""
@@ -169,14 +157,13 @@ class Candidate:
         wait()
         self.rates.append(batch[0].numel() * steps / (time.perf_counter() - started))
 
-    def free(self) -> None:
-        self.graph = None
-        self.optimizer.zero_grad()
-
 
 def candidates(shape: Shape, args: argparse.Namespace) -> list[Candidate]:
     def ready(model: nn.Module) -> tuple[nn.Module, Callable[..., Tensor]]:
         model = model.to(args.device)
+        if args.compile and isinstance(model, GPT):
+            model.compile()
+            return model, model
         return model, torch.compile(model) if args.compile else model
 
     plain, ours = ready(Plain(shape)), ready(GPT(shape, lean_residual=not args.wide_residual))
@@ -196,32 +183,26 @@ def compare(shape: Shape, batch_size: int, args: argparse.Namespace) -> list[dic
     batch = tuple(torch.randint(0, shape.vocab_size, size, device=args.device) for _ in range(2))
     everyone = candidates(shape, args)
     for one in everyone:
-        one.warm(batch, graph=False)
-        one.free()
+        one.warm(batch)
+        one.optimizer.zero_grad()
     gc.collect()
-    gc.freeze()  # a collection of all that the compiler left behind takes as long as a step
-    for graph in (False, True) if args.graph else (False,):
-        for _ in range(args.rounds):
-            for one in everyone:
-                one.warm(batch, graph)
-                one.measure(batch, args.steps)
-                one.free()
-        rows = [row(one, shape, batch_size, graph, args) for one in everyone]
-        if not graph:
-            first, found = rows[0]["tokens_per_second"], []
-        for r in rows:
-            found.append({**r, "ratio": r["tokens_per_second"] / first})
-            show(found[-1])
+    gc.freeze()  # no collection of what the compiler left behind falls into a round
+    for _ in range(args.rounds):
         for one in everyone:
-            one.rates = []
-    return found
+            one.measure(batch, args.steps)
+            one.optimizer.zero_grad()
+    rows = [row(one, shape, batch_size, args) for one in everyone]
+    for found in rows:
+        found["ratio"] = found["tokens_per_second"] / rows[0]["tokens_per_second"]
+        show(found)
+    return rows
 
 
-def row(one: Candidate, shape: Shape, batch_size: int, graph: bool, args: argparse.Namespace):
+def row(one: Candidate, shape: Shape, batch_size: int, args: argparse.Namespace) -> dict:
     speed = statistics.median(one.rates)
     peak = peak_flops(args.device)
     return {
-        "name": one.name + (", CUDA graph" if graph else ""),
+        "name": one.name,
         "batch": batch_size,
         "tokens_per_second": speed,
         "rounds": one.rates,
@@ -252,7 +233,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="of a round")
     parser.add_argument("--clip", type=float, default=1.0, help="of the gradient's norm; 0: none")
     parser.add_argument("--only", nargs="*", help="candidates whose name has one of these words")
-    parser.add_argument("--graph", action="store_true", help="time CUDA graphs too")
     parser.add_argument("--wide-residual", action="store_true", help="float32 residual in ours")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--out", type=Path, help="JSON")

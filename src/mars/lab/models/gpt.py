@@ -11,7 +11,7 @@ Letters in names: B batch, T time, D width, V vocabulary, H heads, E = D/H, N = 
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -97,9 +97,34 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, y_BTD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The stream and what is still to be added to it; y is what the block before left.
+
+        Who needs the sum adds: so it is compiled together with the norm that reads it.
+        """
+        if y_BTD is not None:
+            x_BTD = x_BTD + y_BTD
         x_BTD = x_BTD + F.dropout(self.attn(self.ln_1(x_BTD)), self.dropout, self.training)
-        return x_BTD + F.dropout(self.mlp(self.ln_2(x_BTD)), self.dropout, self.training)
+        return x_BTD, F.dropout(self.mlp(self.ln_2(x_BTD)), self.dropout, self.training)
+
+
+class Embed(nn.Module):
+    """Tokens and positions to the stream; the tables are the transformer's."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(
+        self, tokens_BT: Tensor, wte_VD: Tensor, wpe_TD: Tensor, dtype: torch.dtype | None
+    ) -> Tensor:
+        x_BTD = F.embedding(tokens_BT, wte_VD) + wpe_TD[: tokens_BT.shape[1]]
+        return F.dropout(x_BTD, self.dropout, self.training).to(dtype or x_BTD.dtype)
+
+
+class LastNorm(nn.LayerNorm):
+    def forward(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x_BTD + y_BTD)
 
 
 class Transformer(nn.Module):
@@ -107,19 +132,17 @@ class Transformer(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.dropout = config.dropout
         self.wte = _table(config.vocab_size, config.n_embd)
         self.wpe = _table(config.block_size, config.n_embd)
+        self.embed = Embed(config.dropout)
         self.h = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_f = LastNorm(config.n_embd, bias=config.bias)
 
-    def forward(self, tokens_BT: Tensor, residual: torch.dtype | None) -> Tensor:
-        positions_TD = self.wpe.weight[: tokens_BT.shape[1]]
-        x_BTD = F.dropout(self.wte(tokens_BT) + positions_TD, self.dropout, self.training)
-        x_BTD = x_BTD.to(residual or x_BTD.dtype)
+    def forward(self, tokens_BT: Tensor, dtype: torch.dtype | None) -> Tensor:
+        x_BTD, y_BTD = self.embed(tokens_BT, self.wte.weight, self.wpe.weight, dtype), None
         for block in self.h:
-            x_BTD = block(x_BTD)
-        hidden_BTD: Tensor = self.ln_f(x_BTD)
+            x_BTD, y_BTD = block(x_BTD, y_BTD)
+        hidden_BTD: Tensor = self.ln_f(x_BTD, y_BTD)
         return hidden_BTD
 
 
@@ -144,6 +167,15 @@ class GPT(nn.Module):
         self.transformer = Transformer(config)
         if seed is not None:
             self.initialise(seed)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As nn.Module.compile, but piece by piece: one block is compiled for all.
+
+        So the time it takes does not grow with the number of blocks, as that of
+        ``torch.compile(model)`` does. The pieces are cut where nothing could be fused.
+        """
+        for piece in (self.transformer.embed, *self.transformer.h, self.transformer.ln_f):
+            piece.compile(*args, **kwargs)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:

