@@ -228,6 +228,18 @@ def test_cost_of_a_step(tmp_path: Path) -> None:
     assert entry.memory == 1.5e9
 
 
+def test_a_busy_machine_is_noticed(tmp_path: Path) -> None:
+    body = [
+        {"kind": "train", **logs.at(10 * i), "loss": 3.0, "step_seconds": 0.1 * (1 + i % 2)}
+        for i in range(1, 12)
+    ]
+    logs.write(tmp_path / "a", [logs.header("adamw"), *body, logs.end(body)])
+    (warning,) = [w for w in summarise(load([tmp_path])).warnings if "busy" in w]
+    assert warning.startswith("the time of a step varies by ")
+    logs.run(tmp_path / "b", "adamw")
+    assert not [w for w in summarise(load([tmp_path / "b"])).warnings if "busy" in w]
+
+
 def test_the_table_fits_a_hundred_columns(tmp_path: Path) -> None:
     race = logs.race(tmp_path / "race")
     logs.run(race / "x", "adamw", head={"label": "An optimizer with a very long name " * 3})

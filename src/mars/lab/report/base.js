@@ -1,6 +1,13 @@
 // Data, settings that live in the address, and numbers as people read them.
 
 const DATA = JSON.parse(document.getElementById('data').textContent);
+for (const entry of DATA.entries) {
+  for (const { train, valid } of entry.runs) {
+    for (const part of [train, valid]) { // tokens may be given as those of a step
+      if (typeof part.tokens === 'number') part.tokens = part.step.map((s) => s * part.tokens);
+    }
+  }
+}
 const byId = (id) => document.getElementById(id);
 
 function make(space, name, attributes, children) {

@@ -12,9 +12,16 @@ function columns(run, metric, smooth) {
   const from = part === 'diagnostics' ? run.diagnostics[state.group] : run[part];
   if (!from || !from[name] || !from[name].some((v) => v !== null)) return null;
   const thinned = smooth > 0 && metric === 'train.loss' ? from.smooth : null;
-  const y = thinned || from[name];
-  return { step: from.step, x: from[state.x], y: smooth > 0 ? smoothed(from.step, y, smooth) : y };
+  const given = thinned || from[name];
+  let y = given;
+  if (smooth > 0) {
+    const kept = smoothCache.get(given);
+    y = kept && kept.smooth === smooth ? kept.y : smoothed(from.step, given, smooth);
+    smoothCache.set(given, { smooth, y });
+  }
+  return { step: from.step, x: from[state.x], y };
 }
+const smoothCache = new WeakMap();
 
 // A two-sided exponential mean over steps: no lag. `share` is its width in percent of the run.
 function smoothed(steps, y, share) {
@@ -112,8 +119,9 @@ function detail(series, falling) {
   if (!main.length) return null;
   const at = [];
   let low = Infinity;
+  // The longest run says where the first tenth ends: one that stopped early is short.
+  const start = Math.max(...main.map((s) => s.step[s.step.length - 1])) * 0.1;
   for (const s of main) {
-    const start = s.step[0] + (s.step[s.step.length - 1] - s.step[0]) * 0.1;
     const late = s.y.filter((v, i) => v !== null && s.step[i] >= start);
     if (!late.length) continue;
     if (!falling) late.forEach((v, i) => { late[i] = -v; });

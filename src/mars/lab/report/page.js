@@ -6,7 +6,11 @@ if (remembered === 'light' || remembered === 'dark') setTheme(remembered, false)
 
 const all = []; // every chart
 const redraw = () => all.forEach((chart) => chart.draw());
-const changed = () => { writeHash(); redraw(); };
+const OF_MAIN = ['metric', 'xlog', 'ylog', 'range', 'smooth', 'seeds', 'rates'];
+function changed(key) {
+  writeHash();
+  if (OF_MAIN.includes(key)) main.draw(); else redraw();
+}
 
 const axis = () => {
   const a = AXES[state.x];
@@ -70,7 +74,7 @@ function segmented(key, title, options, hint) {
       if (key === 'x' || key === 'xlog') resetZoom();
       state[key] = value;
       mark();
-      changed();
+      changed(key);
     });
     group.append(button);
   }
@@ -87,7 +91,7 @@ function slider() {
     input.value = state.smooth;
     output.textContent = Number(state.smooth) ? `${state.smooth}%` : 'off';
   };
-  input.addEventListener('input', () => { state.smooth = input.value; show(); changed(); });
+  input.addEventListener('input', () => { state.smooth = input.value; show(); changed('smooth'); });
   show();
   marks.push(show);
   const box = el('div', { class: 'control' }, el('span', {}, 'Smoothing'), el('div', { class: 'slider' }, input, output));

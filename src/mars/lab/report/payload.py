@@ -18,7 +18,7 @@ from mars.lab.report.runs import Record, RunLog, Series
 from mars.lab.report.summary import Entry, Summary
 
 LIMIT = 1500  # points in a series
-TOTAL = 36_000  # points in all training curves together, before each is thinned further
+TOTAL = 30_000  # points in all training curves together, before each is thinned further
 FEWEST = 300
 TRAIN = ("loss", "grad_norm", "tokens_per_second", "lr", "mfu")
 EXTREMES = ("loss", "grad_norm", "tokens_per_second")
@@ -90,11 +90,15 @@ def _run(run: RunLog, limit: int) -> dict[str, Any]:
 def _columns(series: Series, names: Iterable[str], at: NDArray[np.intp]) -> dict[str, Any]:
     """The chosen rows of the columns that hold anything."""
     found = {name: series[name][at] for name in names if name in series}
-    return {
+    columns: dict[str, Any] = {
         name: _numbers(column, 12 if name in ("step", "tokens") else 6)
         for name, column in found.items()
         if name in AXES or np.isfinite(column).any()
     }
+    each = found["tokens"][-1] / found["step"][-1] if len(at) and found["step"][-1] else 0.0
+    if each and np.array_equal(found["tokens"], found["step"] * each):
+        columns["tokens"] = _number(each, 12)  # a step: the page multiplies
+    return columns
 
 
 def _numbers(values: NDArray[np.float64], digits: int) -> list[float | int | None]:

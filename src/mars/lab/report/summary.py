@@ -20,6 +20,8 @@ from mars.lab.report.rates import Sensitivity, from_grid, from_runs
 from mars.lab.report.runs import RunLog, Series
 from mars.lab.report.statistics import Difference, Spread
 
+STEADY = 0.3  # a relative spread of step times above which the report doubts them
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -239,6 +241,16 @@ def typical(series: Series, name: str) -> float | None:
     return float(np.median(values)) if len(values) else None
 
 
+def _unsteady(series: Series) -> float:
+    """The middle half of the step times, as a part of their median."""
+    values = series.get("step_seconds", np.array([]))[1:]
+    values = values[np.isfinite(values)]
+    if len(values) < 4 or np.median(values) <= 0:
+        return 0.0
+    low, high = np.quantile(values, [0.25, 0.75])
+    return float((high - low) / np.median(values))
+
+
 def _peak(series: Series) -> float | None:
     values = series.get("memory", np.array([]))
     values = values[np.isfinite(values)]
@@ -260,6 +272,12 @@ def _general(entries: Sequence[Entry], base: Entry | None, asked: str) -> list[s
     machines = {str(run.header.get("hardware")) for e in entries for run in e.runs}
     if len(machines) > 1:
         warnings.append("the runs come from different hardware: do not compare their times")
+    busy = max((_unsteady(run.train) for e in entries for run in e.runs), default=0.0)
+    if busy > STEADY:
+        warnings.append(
+            f"the time of a step varies by {busy:.0%} within a run: the machine was busy, "
+            "do not compare times"
+        )
     codes = {str(run.header.get("code")) for e in entries for run in e.runs}
     if len(codes) > 1:
         warnings.append("the runs were made by different versions of the sources")
