@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,6 +26,7 @@ def surroundings() -> dict:
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 7))
     batches = list(torch.randint(0, 7, (4, 5)))
     names: dict = {"model": model, "loader": batches, "pairwise": pairwise}
+    names["directory"] = tempfile.mkdtemp()
 
     def loss_of(model, batch):
         return nn.functional.cross_entropy(model(batch), batch)
@@ -52,6 +55,26 @@ def test_snippets_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
             exec("import mars\nfrom mars import MARS\noptimizer = MARS(model.parameters())", names)
         exec(block, names)
         assert names["optimizer"].param_groups
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_are_understood(page: Path) -> None:
+    """Every `mars train` and `mars race` of a page: its recipe exists, its options are options."""
+    from mars.lab import arguments
+    from mars.lab.race import RaceArgs
+
+    kinds = {"train": arguments.TrainArgs, "race": RaceArgs}
+    for block in re.findall(r"```sh\n(.*?)```", page.read_text(), flags=re.S):
+        for line in block.splitlines():
+            for part in line.split("#")[0].split("&&"):
+                words = shlex.split(part)
+                if len(words) < 2 or words[0] != "mars" or words[1] not in kinds:
+                    continue
+                recipe, rest = arguments.recipe_of(words[2:], "gpt-tiny", "mars")
+                rest = arguments.shorthands(rest)
+                name = recipe if not recipe.startswith("runs/") else "gpt-tiny"
+                base = arguments.with_defaults(kinds[words[1]], arguments.base_run(name, rest))
+                assert arguments.parse(kinds[words[1]], rest, "mars", "", base)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

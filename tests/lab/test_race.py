@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,7 @@ from miniature import run
 
 from mars.lab import arguments
 from mars.lab.cli import main
-from mars.lab.config import to_json
+from mars.lab.config import Run, to_json
 from mars.lab.log import read
 from mars.lab.race import RaceArgs, plan
 from mars.lab.report import load, summarise
@@ -18,7 +22,7 @@ from mars.lab.report import load, summarise
 Capture = pytest.CaptureFixture[str]
 
 
-def jobs(base_name: str, *words: str) -> dict[str, object]:
+def jobs(base_name: str, *words: str) -> dict[str, Run]:
     base = arguments.base_run(base_name, [])
     default = arguments.with_defaults(RaceArgs, base)
     args = arguments.parse(RaceArgs, list(words), "mars race", "", default)
@@ -30,15 +34,59 @@ def test_each_optimizer_keeps_its_settings_and_takes_the_overrides() -> None:
         "gpt-tiny", "--optimizers", "adamw", "mars-m", "--loop.steps", "7", "--rates", "1", "2"
     )
     assert len(made) == 2 * 2 * 2
-    assert {r.loop.steps for r in made.values()} == {7}  # type: ignore[attr-defined]
-    assert {r.optimizer.gamma for r in made.values()} == {None, 0.025}  # type: ignore[attr-defined]
+    assert {r.loop.steps for r in made.values()} == {7}
+    assert {r.optimizer.gamma for r in made.values()} == {None, 0.025}
     by_rate = sorted(
-        (r.optimizer.lr, r.optimizer.lr_1d)  # type: ignore[attr-defined]
-        for r in made.values() if r.optimizer.name == "mars-m" and r.loop.seed == 0  # type: ignore[attr-defined]
+        (r.optimizer.lr, r.optimizer.lr_1d)
+        for r in made.values() if r.optimizer.name == "mars-m" and r.loop.seed == 0
     )  # fmt: skip
     (low, low_1d), (high, high_1d) = by_rate
     assert high == pytest.approx(2 * low, rel=1e-2)
     assert high_1d / high == pytest.approx(low_1d / low, rel=1e-2)
+
+
+def test_a_file_overrides_the_recipe_for_all_and_one_optimizers_settings(tmp_path: Path) -> None:
+    path = tmp_path / "best.json"
+    override = {
+        "recipe": "gpt-tiny",
+        "model": {"n_embd": 32},
+        "optimizer": {"name": "muon", "lr": 0.5},
+    }
+    path.write_text(json.dumps(override))
+    made = jobs(str(path), "--optimizers", "adamw", "muon", "--seeds", "1", "--loop.steps", "7")
+    settings = {
+        r.optimizer.name: (r.model.n_embd, r.loop.steps, r.optimizer.lr) for r in made.values()
+    }
+    usual = arguments.base_run("gpt-tiny", ["--optimizer.name", "adamw"]).optimizer.lr
+    assert settings == {"adamw": (32, 7, usual), "muon": (32, 7, 0.5)}
+
+
+@pytest.mark.slow
+def test_a_race_is_stopped_and_goes_on(tmp_path: Path) -> None:
+    """SIGTERM to the main process alone: workers save, nobody is left behind, then it goes on."""
+    path = tmp_path / "given.json"
+    path.write_text(json.dumps({**to_json(run(tmp_path / "unused", steps=4000)), "recipe": "mini"}))
+    words = [
+        sys.executable, "-m", "mars.lab", "race", str(path), "--optimizers", "adamw", "mars-adamw",
+        "--seeds", "2", "--jobs", "2", "--keep.out", str(tmp_path / "race"),
+    ]  # fmt: skip
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for _ in range(600):
+        logs = list((tmp_path / "race").glob("*/log.jsonl"))
+        if len([log for log in logs if '"train"' in log.read_text()]) == 2:
+            break
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "the same command goes on" in out
+    ends = [read(log.parent)[-1] for log in (tmp_path / "race").glob("*/log.jsonl")]
+    assert [end["status"] for end in ends] == ["stopped", "stopped"]
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
+    assert left.stdout == ""
+    assert main([*words[3:], "--loop.steps", str(max(end["step"] for end in ends) + 2)]) == 0
+    assert len(list((tmp_path / "race").glob("*/log.jsonl"))) == 4
 
 
 @pytest.mark.slow
@@ -52,7 +100,6 @@ def test_a_race_from_the_command_line(tmp_path: Path, capsys: Capture) -> None:
     assert main(words) == 0
     captured = capsys.readouterr()
     assert "[4/4]" in captured.err
-    assert "left" in captured.err
     runs = load([tmp_path / "race"])
     assert len(runs) == 4
     # The same first validation for all of a seed: same weights, same batches.

@@ -58,7 +58,9 @@ class Training:
             raise LabError("optimizer.exact does not go with loop.precision fp16: use bf16 or fp32")
         self.is_mars = isinstance(self.optimizer, mars.MARS)
         compile_ = self.device.type == "cuda" if loop.compile is None else loop.compile
-        self.loss_of = torch.compile(model) if compile_ else model
+        if compile_:
+            model.compile()  # in place: names of parameters stay
+        self.loss_of: Callable[..., Tensor] = model
         self.batches = Batches(train, context, loop.batch_size, loop.seed)
         self.held_out = validation(valid, context, loop.eval_sequences)
         self.flops = flops_per_token(run.model)
@@ -296,6 +298,7 @@ class Session:
         better = self.valid is not None and self.valid < t.best
         if better:
             t.best = self.valid if self.valid is not None else math.inf
+        self.log.sync()  # a power cut leaves both, or the checkpoint before
         checkpoint.save(
             self.directory, t.step, t.model, t.optimizer, t.training_state(),
             keep=t.run.keep.last, best=t.best if better else None,

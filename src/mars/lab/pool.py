@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
-import signal
 import sys
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -14,11 +13,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from mars.lab import workers
 from mars.lab.config import Run
 from mars.lab.errors import LabError
 from mars.lab.report import units
 
 _records: Any = None  # in a worker: where records go
+_stopped = False  # in a worker: somebody asked it to
 
 
 @dataclass(frozen=True)
@@ -35,32 +36,41 @@ def cores() -> int:
 
 
 def _begin(records: Any) -> None:
-    """In a worker: Ctrl-C reaches all processes, and a run in progress answers it by itself."""
+    """In a worker."""
     global _records
     _records = records
-    signal.signal(signal.SIGINT, lambda number, frame: None)
+    workers.begin()
 
 
 def _work(job: Job, command: str) -> str:
     """In a worker: train; a run that fails is told, and does not stop the others."""
     from mars.lab.train import train
 
+    global _stopped
+    if _stopped:
+        return "stopped"
+
     def watch(record: dict[str, Any]) -> None:
+        workers.answer()
         short = {k: record.get(k) for k in ("kind", "step", "loss", "step_seconds", "status")}
         _records.put((job.name, short))
 
     try:
-        return train(job.run, command=command, watch=watch).status
+        status = train(job.run, command=command, watch=watch).status
+        _stopped = status == "stopped"
+        return status
     except LabError as error:
         return f"failed: {error}"
+    finally:
+        workers.forget_compiled()
 
 
-def run_all(jobs: list[Job], workers: int, command: str) -> bool:
+def run_all(jobs: list[Job], processes: int, command: str) -> bool:
     """Run all; False if somebody stopped it. What is complete already takes no time."""
     context = multiprocessing.get_context("spawn")
     records = context.Queue()
-    with Board(jobs, workers) as board:
-        pool = ProcessPoolExecutor(workers, context, _begin, (records,))
+    with workers.terminable(), Board(jobs, processes) as board:
+        pool = ProcessPoolExecutor(processes, context, _begin, (records,))
         futures = {pool.submit(_work, job, command): job for job in jobs}
         try:
             while any(not future.done() for future in futures):
@@ -68,7 +78,7 @@ def run_all(jobs: list[Job], workers: int, command: str) -> bool:
                 _finish(futures, board)
         except KeyboardInterrupt:
             board.say("stopping: runs in progress are saved")
-            pool.shutdown(wait=True, cancel_futures=True)
+            workers.stop(pool)
             return False
         except BrokenProcessPool as error:
             raise LabError("a worker died (memory?); the same command goes on from here") from error
@@ -97,9 +107,9 @@ def _finish(futures: dict[Future[str], Job], board: Board) -> None:
 class Board:
     """How far each run is, and how long all of them will take."""
 
-    def __init__(self, jobs: list[Job], workers: int) -> None:
+    def __init__(self, jobs: list[Job], processes: int) -> None:
         self.jobs = {job.name: job for job in jobs}
-        self.workers = workers
+        self.processes = processes
         self.step = dict.fromkeys(self.jobs, 0)
         self.ended: dict[str, str] = {}
         self.loss: dict[str, float] = {}
@@ -160,7 +170,7 @@ class Board:
             for name, job in self.jobs.items()
             if name not in self.ended
         )
-        return work / self.workers
+        return work / self.processes
 
     def _draw(self, name: str) -> None:
         if self.bar is None:

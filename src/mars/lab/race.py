@@ -59,13 +59,22 @@ def plan(args: RaceArgs, base: Run, directory: Path) -> list[Job]:
         raise LabError("a race needs at least one seed and rates above 0")
     asked = arguments.changes(base, arguments.as_run(args))
     asked.pop("keep", None)
+    # A file may override the recipe for all; its optimizer's settings are for that one alone.
+    known = base.recipe in recipes.RECIPES
+    usual = recipes.make(base.recipe, base.optimizer.name) if known else base
+    inherited = arguments.changes(usual, base)
+    inherited.pop("keep", None)
+    inherited.pop("optimizer", None)
     jobs = []
     for seed in range(args.loop.seed, args.loop.seed + args.seeds):
         for name in args.optimizers:
-            own = recipes.make(base.recipe, name) if base.recipe in recipes.RECIPES else base
-            if own is base:
+            if name == base.optimizer.name:
+                own = base
+            elif known:
+                own = recipes.make(base.recipe, name).replace(**inherited)
+            else:
                 own = base.replace(optimizer={"name": name})
-            own = own.replace(**asked) if asked else own
+            own = own.replace(**asked)
             for rate in args.rates:
                 job = _at_rate(own, rate).replace(
                     loop={"seed": seed}, keep={**_kept(args), "out": ""}

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import signal
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
-from mars.lab import log
+from mars.lab import log, workers
 from mars.lab.config import Run
 from mars.lab.errors import LabError
 from mars.lab.progress import Progress
@@ -47,9 +44,6 @@ class Ended:
     seconds: float  # of training
 
 
-_asked: list[int] = []  # in a worker: signals that came while no run was in progress
-
-
 class _Stop(Exception):
     """Thrown by who watches a run, to end it."""
 
@@ -66,9 +60,7 @@ class Watcher:
         self.loss: float | None = None
 
     def __call__(self, record: dict[str, Any]) -> None:
-        if _asked:  # now there is a run in progress to answer
-            _asked.clear()
-            signal.raise_signal(signal.SIGTERM)
+        workers.answer()
         if record["kind"] == "header":
             return
         self.place = {name: record[name] for name in self.place}
@@ -89,12 +81,6 @@ class Watcher:
         if step < self.steps and self.trial.should_prune():
             self.state = "pruned"
             raise _Stop
-
-
-def begin_worker() -> None:
-    """In a worker: a run in progress answers Ctrl-C by itself; one about to begin, in a moment."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: _asked.append(number))
 
 
 def attempt(order: Order) -> Ended:
@@ -137,9 +123,7 @@ def _train(run: Run, watcher: Watcher, order: Order) -> State:
             raise
         return "diverged"
     finally:
-        # Else the next run, with another model, counts against the limit of recompilations.
-        if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()
+        workers.forget_compiled()
     if outcome.status == "stopped":
         return "stopped"
     watcher.loss = outcome.valid

@@ -6,19 +6,15 @@ import math
 import multiprocessing
 import shlex
 import shutil
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mars.lab import arguments, findings, search
+from mars.lab import arguments, findings, search, workers
 from mars.lab.config import Run
 from mars.lab.errors import LabError
 from mars.lab.findings import Findings
@@ -26,7 +22,7 @@ from mars.lab.hardware import choose_device
 from mars.lab.pool import cores
 from mars.lab.report import units
 from mars.lab.rundir import RunDirectory
-from mars.lab.trial import Ended, Order, attempt, begin_worker
+from mars.lab.trial import Ended, Order, attempt
 
 if TYPE_CHECKING:
     import optuna
@@ -93,19 +89,6 @@ def tune(args: TuneArgs, directory: Path, command: str) -> int:
     return 0
 
 
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM as Ctrl-C, so that workers are not left behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 class _Here(Executor):
     """Runs what is submitted at once, in this process."""
 
@@ -132,7 +115,7 @@ class Search:
         """Run trials until there are enough; False if somebody stopped it."""
         self.findings.write(self.study)
         stopped = False
-        with _terminable(), self._executor() as pool:
+        with workers.terminable(), self._executor() as pool:
             try:
                 while self._fill(pool, stopped):
                     for future in wait(self.active, return_when=FIRST_COMPLETED).done:
@@ -150,14 +133,12 @@ class Search:
         if self.jobs == 1:
             return _Here()
         context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(self.jobs, context, begin_worker)
+        return ProcessPoolExecutor(self.jobs, context, workers.begin)
 
     def _stop(self, pool: Executor) -> None:
         """Have runs in progress saved, and note what ended all the same."""
         sys.stderr.write("stopping: runs in progress are saved\n")
-        for worker in multiprocessing.active_children():
-            worker.terminate()  # a run in progress takes it for a question
-        pool.shutdown(wait=True, cancel_futures=True)
+        workers.stop(pool)
         for future, trial in self.active.items():
             if future.done() and not future.cancelled() and future.exception() is None:
                 self._end(trial, future.result())

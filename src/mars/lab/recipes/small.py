@@ -38,7 +38,7 @@ GUESSES: dict[str, dict[str, float]] = {
 
 @cache
 def rates(recipe: str) -> dict[str, Any]:
-    """The learning-rate grid of a recipe and its outcome, as a race over several rates writes it."""
+    """The learning-rate grid of a recipe and its outcome, as a race over rates writes it."""
     path = resources.files("mars.lab.recipes") / "rates" / f"{recipe}.json"
     if not path.is_file():
         return {"optimizers": {}}
