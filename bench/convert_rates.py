@@ -22,7 +22,6 @@ import time
 from pathlib import Path
 
 import torch
-
 from gpt import GPT, batch, shakespeare, validate
 
 import mars
