@@ -68,15 +68,22 @@ def hardware(device: torch.device) -> dict[str, Any]:
     """What the log says of the machine."""
     from mars.lab.models import peak_flops
 
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     return {
         "device": device.type,
-        "name": name or platform.machine(),
+        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "peak_flops": peak_flops(device),
-        "platform": platform.platform(terse=True),
+        "platform": f"{platform.system()} {platform.machine()}",
     }
+
+
+def _cpu_name() -> str:
+    """The model of the CPU, where the system tells it."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return next(iter(models), "") or platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:
