@@ -33,7 +33,7 @@ def run(out: Path, optimizer: str = "mars-adamw", **loop: Any) -> Run:
         model=Model(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=256, dropout=0.1),
         data=Data(source="tinyshakespeare", tokenizer="bytes"),
         optimizer=Optimizer(**OPTIMIZERS[optimizer]),
-        schedule=Schedule(warmup_steps=2),
+        schedule=Schedule(warmup_steps=min(2, int(settings["steps"]))),
         loop=Loop(**settings),
         keep=Keep(out=str(out), save_every=3),
     )

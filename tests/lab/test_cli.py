@@ -11,6 +11,7 @@ from miniature import run
 from mars.lab.arguments import base_run, overridden, shorthands
 from mars.lab.cli import COMMANDS, main
 from mars.lab.config import to_json
+from mars.lab.log import read
 from mars.lab.models import GPT
 from mars.lab.recipes import RECIPES
 
@@ -59,13 +60,15 @@ def test_a_recipes_help_groups_and_explains_all_fields(capsys: Capture) -> None:
         (["train", "gpt-tiny", "--loop.steps", "0"], "loop.steps must be above 0"),
         (["train", "gpt-tiny", "--optimizer", "sgdd"], "unknown optimizer 'sgdd'"),
         (["train", "gpt-tiny", "--data.source", "none.txt"], "none.txt"),
-        (["train", "gpt-tiny", "--data.tokenizer", "gpt2"], "another tokenizer"),
+        (["train", "gpt-tiny", "--data.tokenizer", "gpt2"], "raise model.vocab_size"),
+        (["train", "gpt-50m"], "mars data YOUR.txt --out data/text"),
         (["train", "gpt-tiny", "--loop.device", "cuda:99"], "GPU"),
         (["train", "gpt-tiny", "--loop.device", "tpu"], "loop.device 'tpu' is unknown"),
         (["train", "none.json"], "none.json is no configuration"),
         (["train", "gpt2-xl", "--optimizer", "muon"], "no settings of muon are published"),
         (["train", "gpt2-small"], "make it with `mars data openwebtext --out data/openwebtext`"),
         (["race", "--optimizers", "adamw", "nadam"], "unknown optimizer 'nadam'"),
+        (["train", "gpt-tiny", "--schedule.warmup-steps", "501"], "longer than the run"),
         (["race", "--seeds", "0"], "at least one seed"),
         (["report", "nowhere"], "nowhere"),
         (["sample", "nowhere"], "nowhere"),
@@ -96,7 +99,25 @@ def test_train_resume_and_dry_run(tmp_path: Path, capsys: Capture) -> None:
     assert main(["train", str(tmp_path / "run"), "--loop.steps", "6"]) == 0
     captured = capsys.readouterr()
     assert "resumed from step-00000004" in captured.err
+    assert "extended 4 to 6 steps" in captured.err
     assert "done at step 6" in captured.out
+    assert read(tmp_path / "run")[0]["steps"] == 6
+    # For less it is refused: what was trained cannot be taken back.
+    assert main(["train", str(tmp_path / "run"), "--loop.steps", "5"]) == 1
+    assert "holds a run with loop.steps = 6, not 5" in capsys.readouterr().err
+
+
+def test_warm_up_shrinks_with_the_steps(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["train", "gpt-tiny", "--loop.steps", "100", "--dry-run"]) == 0
+    assert '"warmup_steps": 10,' in capsys.readouterr().out
+    words = ["--loop.steps", "100", "--schedule.warmup-steps", "30", "--dry-run"]
+    assert main(["train", "gpt-tiny", *words]) == 0
+    assert '"warmup_steps": 30,' in capsys.readouterr().out
+
+
+def test_a_gpu_can_be_planned_for_without_one(capsys: Capture) -> None:
+    assert main(["train", "gpt2-small", "--loop.device", "cuda", "--dry-run"]) == 0
+    assert "bfloat16" in capsys.readouterr().out
 
 
 def test_full_disk(tmp_path: Path, capsys: Capture) -> None:
@@ -107,14 +128,15 @@ def test_full_disk(tmp_path: Path, capsys: Capture) -> None:
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     assert main(["train", given(tmp_path), "--loop.steps", "3"]) == 0
     capsys.readouterr()
+    more = ["train", str(tmp_path / "run"), "--loop.steps", "30"]
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
-        assert main(["train", given(tmp_path), "--loop.steps", "30"]) == 1
+        assert main(more) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, old)
     assert "cannot " in capsys.readouterr().err
-    assert main(["train", given(tmp_path), "--loop.steps", "30"]) == 0  # nothing was lost
+    assert main(more) == 0  # nothing was lost
     assert "resumed from" in capsys.readouterr().err
 
 

@@ -85,7 +85,7 @@ def test_every_field_is_documented() -> None:
 
 def test_what_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
     old = to_json(run(tmp_path))
-    assert first_difference(old, to_json(run(tmp_path, steps=99, log_every=1))) is None
+    assert first_difference(old, to_json(run(tmp_path, log_every=1))) is None
     assert first_difference(old, to_json(run(tmp_path).replace(keep={"last": 7}))) is None
     other = to_json(run(tmp_path).replace(optimizer={"lr": 0.5}))
     assert first_difference(old, other) == ("optimizer.lr", 0.01, 0.5)

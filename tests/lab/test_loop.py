@@ -128,7 +128,7 @@ def test_damaged_checkpoints_are_told_and_passed_over(tmp_path: Path) -> None:
     flipped = bytearray(newest.read_bytes())
     flipped[len(flipped) // 2] ^= 1
     newest.write_bytes(flipped)
-    outcome = train(run(tmp_path, steps=9))
+    outcome = train(run(tmp_path, steps=9), extend=True)
     texts = [r["text"] for r in read(tmp_path) if r.get("what") == "refused"]
     assert len(texts) == 1
     assert "step-00000006" in texts[0]
@@ -137,7 +137,7 @@ def test_damaged_checkpoints_are_told_and_passed_over(tmp_path: Path) -> None:
     for path in (tmp_path / "checkpoints").glob("step-*/model.safetensors"):
         path.write_bytes(b"")
     with pytest.raises(LabError, match="is intact: remove it to begin again"):
-        train(run(tmp_path, steps=12))
+        train(run(tmp_path, steps=12), extend=True)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -239,7 +239,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(tmp_pa
         tmp_path / "nan", 7, training.model, training.optimizer, training.training_state()
     )
     with pytest.raises(LabError, match="the loss is not finite at step"):
-        train(config)
+        train(config, extend=True)
     end = read(tmp_path / "nan")[-1]
     assert (end["kind"], end["status"]) == ("end", "failed")
     for name, tensor in weights(tmp_path / "nan", 6).items():

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from miniature import run
 
 from mars.lab import arguments
@@ -26,6 +27,7 @@ def jobs(base_name: str, *words: str) -> dict[str, Run]:
     base = arguments.base_run(base_name, [])
     default = arguments.with_defaults(RaceArgs, base)
     args = arguments.parse(RaceArgs, list(words), "mars race", "", default)
+    args = arguments.fitted(args, base)
     return {job.name: job.run for job in plan(args, base, Path("out"))}
 
 
@@ -61,6 +63,34 @@ def test_a_file_overrides_the_recipe_for_all_and_one_optimizers_settings(tmp_pat
     assert settings == {"adamw": (32, 7, usual), "muon": (32, 7, 0.5)}
 
 
+def test_an_entrant_may_bring_its_rate() -> None:
+    made = jobs("gpt-tiny", "--optimizers", "adamw@0.5", "test_race:Mine", "--seeds", "1")
+    rates = {r.optimizer.name: r.optimizer.lr for r in made.values()}
+    assert rates == {"adamw": 0.5, "test_race:Mine": 0.125}  # its class's own default
+
+
+class Mine(torch.optim.SGD):
+    """An optimizer of a user's, without a learning rate that somebody tuned."""
+
+    def __init__(self, params, lr: float = 0.125) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(params, lr=lr)
+
+
+def test_what_is_wrong_with_an_entrant_is_told_before_the_race(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words, message in (
+        (["--optimizers", "adamw", "no.such:Thing"], "No module named 'no'"),
+        (["--optimizers", "adamw@fast"], "'fast' is no number"),
+        (["--optimizer", "adamw"], "--optimizers NAME"),
+        (["--optimizers", "adamw", "--optimizer.gamma", "0.1"], "gamma is no option of adamw"),
+    ):
+        assert main(["race", *words]) in (1, 2)
+        assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 def test_a_race_is_stopped_and_goes_on(tmp_path: Path) -> None:
     """SIGTERM to the main process alone: workers save, nobody is left behind, then it goes on."""
@@ -85,8 +115,15 @@ def test_a_race_is_stopped_and_goes_on(tmp_path: Path) -> None:
     assert [end["status"] for end in ends] == ["stopped", "stopped"]
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
     assert left.stdout == ""
-    assert main([*words[3:], "--loop.steps", str(max(end["step"] for end in ends) + 2)]) == 0
-    assert len(list((tmp_path / "race").glob("*/log.jsonl"))) == 4
+    again = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for _ in range(600):
+        resumed = [r["what"] for f in logs for r in read(f.parent) if r["kind"] == "event"]
+        if resumed.count("resumed") == 2:
+            break
+        time.sleep(0.1)
+    again.send_signal(signal.SIGTERM)
+    again.communicate(timeout=60)
+    assert resumed.count("resumed") == 2
 
 
 @pytest.mark.slow
@@ -95,7 +132,7 @@ def test_a_race_from_the_command_line(tmp_path: Path, capsys: Capture) -> None:
     path.write_text(json.dumps({**to_json(run(tmp_path / "unused", steps=8)), "recipe": "mini"}))
     words = [
         "race", str(path), "--optimizers", "adamw", "mars-adamw", "--seeds", "2", "--jobs", "2",
-        "--keep.out", str(tmp_path / "race"), "--optimizer", "mars-adamw",
+        "--keep.out", str(tmp_path / "race"),
     ]  # fmt: skip
     assert main(words) == 0
     captured = capsys.readouterr()
@@ -138,5 +175,5 @@ def test_a_run_that_diverges_does_not_stop_the_race(tmp_path: Path, capsys: Capt
     ])  # fmt: skip
     captured = capsys.readouterr()
     assert code == 0
-    assert "failed: the loss is not finite" in captured.err
+    assert "diverged: the loss is not finite" in captured.err
     assert "adamw-lr0.01-s0: validation loss" in captured.err

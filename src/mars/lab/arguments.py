@@ -17,6 +17,7 @@ from mars.lab.config import Run, check, from_json, to_json
 from mars.lab.errors import LabError
 
 T = TypeVar("T")
+AnyRun = TypeVar("AnyRun", bound=Run)
 
 
 class UsageError(LabError):
@@ -115,7 +116,10 @@ def base_run(name: str, words: list[str]) -> Run:
         run = overridden(_read(path / "config.json"), optimizer)
         return run.replace(keep={"out": name})
     if path.suffix == ".json":
-        return overridden(_read(path), optimizer)
+        run = overridden(_read(path), optimizer)
+        # Not the directory of the recipe's own runs, which have other settings.
+        out = run.keep.out or f"runs/{path.resolve().parent.name}-{path.stem}"
+        return run.replace(keep={"out": out})
     return recipes.make(name, optimizer)
 
 
@@ -152,6 +156,16 @@ class TrainArgs(Run):
 
     dry_run: bool = False
     """Print the resolved configuration, routing, memory and token budget, and stop."""
+
+
+def fitted(args: AnyRun, base: Run) -> AnyRun:
+    """With warm-up in proportion, where the number of steps was changed and the warm-up was not."""
+    steps, before = args.loop.steps, base.loop.steps
+    if steps == before or args.schedule.warmup_steps != base.schedule.warmup_steps or steps < 1:
+        return args
+    warmup = base.schedule.warmup_steps * steps // before
+    schedule = dataclasses.replace(args.schedule, warmup_steps=warmup)
+    return dataclasses.replace(args, schedule=schedule)
 
 
 def as_run(args: Run) -> Run:

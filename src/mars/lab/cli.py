@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from mars.lab.errors import LabError
 
@@ -43,15 +44,20 @@ def _train(words: list[str]) -> int:
     command = shlex.join(["mars", "train", *words])
     recipe, words = arguments.recipe_of(words, None, "mars train")
     words = arguments.shorthands(words)
-    default = arguments.with_defaults(arguments.TrainArgs, arguments.base_run(recipe, words))
-    about = f"Train: {recipe}. Every field can be overridden."
+    base = arguments.base_run(recipe, words)
+    default = arguments.with_defaults(arguments.TrainArgs, base)
+    about = (
+        f"Train: {recipe}. Every field can be overridden. --optimizer NAME is short for "
+        "--optimizer.name NAME, and brings the recipe's settings for it."
+    )
     args = arguments.parse(arguments.TrainArgs, words, f"mars train {recipe}", about, default)
-    run = arguments.as_run(args)
+    # A run directory keeps its schedule; a recipe's warm-up shrinks with its steps.
+    run = arguments.as_run(args if Path(recipe).is_dir() else arguments.fitted(args, base))
     if args.dry_run:
         sys.stdout.write(describe(run) + "\n")
         return 0
     with Progress(run.loop.steps) as progress:
-        outcome = train(run, command=command, watch=progress)
+        outcome = train(run, command=command, watch=progress, extend=True)
     loss = "" if outcome.valid is None else f", validation loss {units.loss(outcome.valid)}"
     sys.stdout.write(f"{outcome.status} at step {outcome.step}{loss}: {outcome.directory}\n")
     if outcome.status == "stopped":

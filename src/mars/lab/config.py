@@ -207,6 +207,11 @@ def check(run: Run) -> Run:
         raise LabError(f"model.dropout must be below 1, it is {model.dropout}")
     if not 0 <= run.schedule.min_lr <= 1:
         raise LabError(f"schedule.min_lr is a share of the peak, 0 to 1, not {run.schedule.min_lr}")
+    if run.schedule.warmup_steps > loop.steps:
+        raise LabError(
+            f"schedule.warmup_steps ({run.schedule.warmup_steps}) is longer than the run "
+            f"(loop.steps, {loop.steps})"
+        )
     if loop.micro_batch_size and loop.batch_size % loop.micro_batch_size:
         raise LabError(
             f"loop.batch_size ({loop.batch_size}) must be a multiple of "

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from mars.lab import hardware
-from mars.lab.config import Run, check, to_json
+from mars.lab.config import Model, Run, check, to_json
+from mars.lab.data import Batches, validation
 from mars.lab.errors import LabError
 from mars.lab.models import GPT
 from mars.lab.optimizers import build, label
@@ -20,7 +21,7 @@ from mars.lab.train import open_data
 def describe(run: Run) -> str:
     """The resolved configuration, size, routing, memory and token budget."""
     check(run)
-    device = hardware.choose_device(run.loop.device)
+    device = hardware.planned_device(run.loop.device)
     model = GPT(run.model, seed=None)  # untouched memory: XL is described as fast as tiny
     optimizer = build(model, run.optimizer)
     parts = [
@@ -50,7 +51,7 @@ def routing(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
         # MARS keeps the rate and decay of what is no matrix under names of their own.
         plain = group.get("mars_type") == "plain-adamw"
         rate = group["lr_1d"] if plain else group["lr"]
-        decay = group["weight_decay_1d"] if plain else group["weight_decay"]
+        decay = group["weight_decay_1d"] if plain else group.get("weight_decay", 0.0)
         rule = group.get("mars_type") or _rule_of(optimizer, group)
         lines.append(
             f"{rule:12} lr {rate:<8g} decay {decay:<5g} {units.tokens(size):>6} parameters: "
@@ -66,21 +67,25 @@ def _rule_of(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> str:
     return type(optimizer).__name__
 
 
+def miniature(model: Model) -> Model:
+    """A model with the same kinds of tensors, of no size to speak of."""
+    return dataclasses.replace(
+        model, n_layer=1, n_embd=8 * model.n_head, block_size=8, vocab_size=64
+    )
+
+
 def state_bytes(run: Run, optimizer: torch.optim.Optimizer) -> float:
     """Bytes of state: a parameter's, measured on a miniature, times the real number of them."""
-    small = dataclasses.replace(
-        run.model, n_layer=1, n_embd=8 * run.model.n_head, block_size=8, vocab_size=64
-    )
-    model = GPT(small)
-    miniature = build(model, run.optimizer)
+    model = GPT(miniature(run.model))
+    small = build(model, run.optimizer)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    miniature.step(lambda: 0.0) if run.optimizer.exact else miniature.step()
+    small.step(lambda: 0.0) if run.optimizer.exact else small.step()
     states = {}
-    for part in getattr(miniature, "optimizers", [miniature]):
+    for part in getattr(small, "optimizers", [small]):
         states.update(part.state)
     total = 0.0
-    for own, real in zip(miniature.param_groups, optimizer.param_groups, strict=True):
+    for own, real in zip(small.param_groups, optimizer.param_groups, strict=True):
         held = sum(
             v.numel() * v.element_size()
             for p in own["params"]
@@ -115,6 +120,8 @@ def _budget(run: Run, device: torch.device) -> str:
     tokens, loop = run.tokens_per_step * run.loop.steps, run.loop
     try:
         train, valid = open_data(run)
+        Batches(train, run.model.block_size, loop.batch_size, loop.seed)  # long enough?
+        validation(valid, run.model.block_size, loop.eval_sequences)
         data = (
             f"{train.source}: {len(train):,} tokens to train on "
             f"({tokens / len(train):.2f} epochs), {len(valid):,} to validate on"

@@ -3,3 +3,7 @@
 
 class LabError(Exception):
     """One clear line for the user; the command prints it and exits with status 1."""
+
+
+class Diverged(LabError):
+    """The loss is not finite: a result of its own in a grid of learning rates."""

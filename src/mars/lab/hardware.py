@@ -18,6 +18,7 @@ from mars.lab.errors import LabError
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Tokens in a forward pass, unless said otherwise: more do not make it faster.
 GPU_TOKENS, CPU_TOKENS = 32 * 1024, 8 * 1024
+USUAL_MEMORY = 80 * 2**30  # of a GPU that is planned for, but not here
 ACTIVATION_SHARE = 0.4  # of a GPU's memory, at most
 
 
@@ -36,11 +37,17 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def planned_device(name: str) -> torch.device:
+    """The device of a name, which need not be here: for plans."""
+    return torch.device("cuda") if name.startswith("cuda") else choose_device(name)
+
+
 def choose_precision(name: str, device: torch.device) -> torch.dtype:
     """The dtype of forward and backward passes."""
     if name != "auto":
         return DTYPES[name]
-    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    here = torch.cuda.is_available()
+    has_bf16 = device.type == "cuda" and (not here or torch.cuda.is_bf16_supported())
     return torch.bfloat16 if has_bf16 else torch.float32
 
 
@@ -57,7 +64,9 @@ def choose_micro_batch(run: Run, device: torch.device) -> int:
         return loop.micro_batch_size
     most = CPU_TOKENS
     if device.type == "cuda":
-        room = ACTIVATION_SHARE * torch.cuda.get_device_properties(device).total_memory
+        here = torch.cuda.is_available()
+        memory = torch.cuda.get_device_properties(device).total_memory if here else USUAL_MEMORY
+        room = ACTIVATION_SHARE * memory
         kept = activation_bytes(run, choose_precision(loop.precision, device))
         most = min(GPU_TOKENS, int(room / kept))
     limit = max(1, most // context)

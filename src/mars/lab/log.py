@@ -91,11 +91,21 @@ class Log:
                 record = _parse(line)
                 if record and record.get("kind") != "end" and record.get("step", 0) <= step:
                     kept.append(line + b"\n")
-        write_atomically(self.path, b"".join(kept))
-        os.close(self._descriptor)
-        self._open()
+        self._replace(b"".join(kept))
         for sink in self._sinks:
             sink.rewind(0 if step is None else step + 1)
+
+    def replace_header(self, **fields: Any) -> None:
+        """Change fields of the first record, when the run itself has changed."""
+        lines = self.path.read_bytes().split(b"\n")
+        header = {**json.loads(lines[0]), **_clean(fields)}
+        lines[0] = json.dumps(header, allow_nan=False).encode()
+        self._replace(b"\n".join(lines))
+
+    def _replace(self, content: bytes) -> None:
+        write_atomically(self.path, content)
+        os.close(self._descriptor)
+        self._open()
 
     def sync(self) -> None:
         """Wait until all of it is on disk: before a checkpoint, so that a power cut leaves both."""

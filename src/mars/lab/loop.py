@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from mars.lab import checkpoint, hardware
 from mars.lab.clock import Clock
 from mars.lab.config import Run
 from mars.lab.data import Batches, Tokens, validation
-from mars.lab.errors import LabError
+from mars.lab.errors import Diverged, LabError
 from mars.lab.log import Log
 from mars.lab.models import flops_per_token, peak_flops
 from mars.lab.optimizers import build
@@ -29,6 +30,7 @@ from mars.lab.signals import Interrupt
 Watch = Callable[[dict[str, Any]], None]
 
 DIAGNOSED = 4  # consecutive steps in a reading of the diagnostics: a variance needs two
+TICK = 0.5  # seconds between signs of life
 EARLY = 4  # validations before the first regular one, at doubling distances
 
 
@@ -218,6 +220,7 @@ class Session:
         self.t, self.directory, self.log, self.watch = training, directory, log, watch
         self.valid: float | None = None
         self.saved_at = -1
+        self.ticked = 0.0
         self.diagnosis: Diagnosis | None = None
 
     def write(self, record: dict[str, Any]) -> None:
@@ -258,6 +261,7 @@ class Session:
         self._observe()
         t.advance()
         self._observed()
+        self._tick()
         last = t.step == loop.steps
         log = last or t.step % loop.log_every == 0
         valid = last or self._validation_due()
@@ -275,6 +279,13 @@ class Session:
             if self.diagnosis is None:
                 t.clock.start()
 
+    def _tick(self) -> None:
+        """A sign of life between records, for who watches."""
+        now = time.monotonic()
+        if now - self.ticked > TICK:
+            self.ticked = now
+            self.watch({"kind": "tick", "step": self.t.step})
+
     def _check_loss(self) -> None:
         if self.t.run.loop.skip_nan or math.isfinite(float(self.t.window)):
             return
@@ -282,7 +293,7 @@ class Session:
         self.write(
             {"kind": "end", **self.t.position, "status": "failed", "valid": None, "text": text}
         )
-        raise LabError(f"{text} (the last good checkpoint is kept in {self.directory})")
+        raise Diverged(f"{text} (the last good checkpoint is kept in {self.directory})")
 
     def _validation_due(self) -> bool:
         step, every = self.t.step, self.t.run.loop.eval_every

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ class Entry:
     about: str
     build: Build
     uses: frozenset[str]  # fields of the configuration beyond lr and weight_decay
+    lr: float | None = None  # its own default, if it has one
 
 
 REGISTRY: dict[str, Entry] = {}
@@ -75,10 +78,15 @@ def label(name: str) -> str:
     return REGISTRY[name].label if name in REGISTRY else name.split(":")[-1]
 
 
+def find(name: str) -> Entry:
+    """The optimizer of a registered name or a dotted path."""
+    return REGISTRY.get(name) or _dotted(name)
+
+
 def build(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
     """The optimizer of a configuration, for a model; a wrong field is a LabError that names it."""
     options = {name: _value(text) for name, text in config.options.items()}
-    entry = REGISTRY.get(config.name) or _dotted(config.name)
+    entry = find(config.name)
     for name in ("betas", "lr_1d", "betas_1d", "weight_decay_1d", "gamma", "exact"):
         if getattr(config, name) not in (None, False) and name not in entry.uses:
             raise LabError(f"optimizer.{name} is no option of {config.name}")
@@ -103,20 +111,25 @@ def _dotted(name: str) -> Entry:
         raise LabError(
             f"unknown optimizer {name!r}; known: {known}; your own: package.module:Class"
         )
+    if (here := str(Path.cwd())) not in sys.path:  # as `python -m` has it
+        sys.path.insert(0, here)
     try:
         cls = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise LabError(f"optimizer {name!r} cannot be imported: {error}") from error
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise LabError(f"optimizer {name!r} is no torch.optim.Optimizer")
-    accepted = set(inspect.signature(cls).parameters)
+    parameters = inspect.signature(cls).parameters
+    accepted = set(parameters)
 
     def make(model: nn.Module, o: Optimizer, options: dict[str, Any]) -> torch.optim.Optimizer:
         fields = {"lr": o.lr, "weight_decay": o.weight_decay, "betas": o.betas, "gamma": o.gamma}
         given = {k: v for k, v in fields.items() if k in accepted and v is not None}
         return cls(decayed(model), **{**given, **options})
 
-    return Entry(attribute, "your own", make, frozenset({"betas", "gamma"} & accepted))
+    lr = parameters["lr"].default if "lr" in accepted else None
+    lr = lr if isinstance(lr, float) else None
+    return Entry(attribute, "your own", make, frozenset({"betas", "gamma"} & accepted), lr)
 
 
 def decayed(model: nn.Module) -> list[dict[str, Any]]:

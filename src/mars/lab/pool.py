@@ -15,9 +15,10 @@ from typing import Any
 
 from mars.lab import workers
 from mars.lab.config import Run
-from mars.lab.errors import LabError
+from mars.lab.errors import Diverged, LabError
 from mars.lab.report import units
 
+FAILED = "failed: "
 _records: Any = None  # in a worker: where records go
 _stopped = False  # in a worker: somebody asked it to
 
@@ -52,21 +53,26 @@ def _work(job: Job, command: str) -> str:
 
     def watch(record: dict[str, Any]) -> None:
         workers.answer()
-        short = {k: record.get(k) for k in ("kind", "step", "loss", "step_seconds", "status")}
+        short = {k: record.get(k) for k in ("kind", "step", "loss", "step_seconds")}
         _records.put((job.name, short))
 
     try:
         status = train(job.run, command=command, watch=watch).status
         _stopped = status == "stopped"
         return status
+    except Diverged as error:
+        return f"diverged: {error}"
     except LabError as error:
-        return f"failed: {error}"
+        return f"{FAILED}{error}"
     finally:
         workers.forget_compiled()
 
 
-def run_all(jobs: list[Job], processes: int, command: str) -> bool:
-    """Run all; False if somebody stopped it. What is complete already takes no time."""
+def run_all(jobs: list[Job], processes: int, command: str) -> dict[str, str] | None:
+    """Run all; what failed and why, or None if somebody stopped it.
+
+    What is complete already takes no time. A run that diverged has not failed: it is a result.
+    """
     context = multiprocessing.get_context("spawn")
     records = context.Queue()
     with workers.terminable(), Board(jobs, processes) as board:
@@ -79,13 +85,19 @@ def run_all(jobs: list[Job], processes: int, command: str) -> bool:
         except KeyboardInterrupt:
             board.say("stopping: runs in progress are saved")
             workers.stop(pool)
-            return False
+            return None
         except BrokenProcessPool as error:
             raise LabError("a worker died (memory?); the same command goes on from here") from error
         _drain(records, board)
         _finish(futures, board)
         pool.shutdown()
-        return all(future.result() != "stopped" for future in futures)
+        if any(future.result() == "stopped" for future in futures):
+            return None
+        return {
+            job.name: future.result().removeprefix(FAILED)
+            for future, job in futures.items()
+            if future.result().startswith(FAILED)
+        }
 
 
 def _drain(records: Any, board: Board) -> None:
@@ -151,8 +163,12 @@ class Board:
         """A run has ended."""
         if name in self.ended:
             return
+        begun = self.step[name] > 0
         self.ended[name] = status
         self.step[name] = self.jobs[name].run.loop.steps
+        if status == "done" and not begun:  # in an earlier race
+            self._draw(name)
+            return
         loss = f"validation loss {units.loss(self.loss[name])}" if name in self.loss else "complete"
         text = loss if status == "done" else status
         left = self.left()

@@ -14,6 +14,7 @@ class Progress:
 
     def __init__(self, steps: int) -> None:
         self.steps, self.valid = steps, ""
+        self.last: dict[str, Any] = {}
         self.bar: Any = None
         self.task: Any = None
 
@@ -45,8 +46,10 @@ class Progress:
 
     def __call__(self, record: dict[str, Any]) -> None:
         kind = record["kind"]
-        if kind == "train" and self.bar is not None:
-            self.bar.update(self.task, completed=record["step"], description=self._describe(record))
+        if self.bar is not None and "step" in record:
+            self.bar.update(self.task, completed=record["step"])
+        if kind == "train":
+            self.last = record
         elif kind == "valid":
             self.valid = f"{record['loss']:.4f}"
             if self.bar is None:
@@ -57,9 +60,10 @@ class Progress:
                     f"{place}, {units.seconds(record['seconds'])}: validation loss {self.valid}"
                 )
         elif kind == "event":
-            self._say(
-                record["text"] if record["what"] != "resumed" else f"resumed {record['text']}"
-            )
+            named = record["what"] in ("resumed", "extended")
+            self._say(f"{record['what']} {record['text']}" if named else record["text"])
+        if self.bar is not None and self.last:
+            self.bar.update(self.task, description=self._describe(self.last))
 
     def _describe(self, record: dict[str, Any]) -> str:
         parts = [f"loss {record['loss']:.3f}"]

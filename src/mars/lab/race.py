@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from mars.lab import arguments, recipes
-from mars.lab.config import Run
+from mars.lab.config import Run, check
+from mars.lab.describe import miniature
 from mars.lab.errors import LabError
 from mars.lab.hardware import choose_device
-from mars.lab.optimizers import REGISTRY
+from mars.lab.models import GPT
+from mars.lab.optimizers import build
 from mars.lab.pool import Job, cores, run_all
 from mars.lab.report import Summary
 from mars.lab.rundir import RunDirectory, write_atomically
@@ -27,7 +29,7 @@ class RaceArgs(Run):
     """Race optimizers."""
 
     optimizers: tuple[str, ...] = FIELD
-    """Who races: registered names, or your own as package.module:Class."""
+    """Who races: registered names, or your own as package.module:Class; NAME@0.01 sets its rate."""
     seeds: int = 2
     """Seeds 0, 1, …: initial weights and batches, the same for all optimizers."""
     rates: tuple[float, ...] = (1.0,)
@@ -43,14 +45,16 @@ def race_command(words: list[str]) -> int:
     command = shlex.join(["mars", "race", *words])
     recipe, words = arguments.recipe_of(words, "gpt-tiny", "mars race")
     words = arguments.shorthands(words)
+    if "--optimizer.name" in words:
+        raise arguments.UsageError("a race has several: --optimizers NAME NAME …")
     base = arguments.base_run(recipe, words)
     default = arguments.with_defaults(RaceArgs, base)
     about = (
-        f"Race optimizers on {recipe}. Fields of the recipe can be overridden; "
-        "each optimizer keeps its own tuned settings. Results go to keep.out."
+        f"Race optimizers on {recipe}. What you override counts for all of them; else each has "
+        "its own tuned settings. Results go to keep.out, by default runs/race-RECIPE."
     )
     args = arguments.parse(RaceArgs, words, f"mars race {recipe}", about, default)
-    return race(args, base, command)
+    return race(arguments.fitted(args, base), base, command)
 
 
 def plan(args: RaceArgs, base: Run, directory: Path) -> list[Job]:
@@ -59,29 +63,38 @@ def plan(args: RaceArgs, base: Run, directory: Path) -> list[Job]:
         raise LabError("a race needs at least one seed and rates above 0")
     asked = arguments.changes(base, arguments.as_run(args))
     asked.pop("keep", None)
-    # A file may override the recipe for all; its optimizer's settings are for that one alone.
-    known = base.recipe in recipes.RECIPES
-    usual = recipes.make(base.recipe, base.optimizer.name) if known else base
-    inherited = arguments.changes(usual, base)
-    inherited.pop("keep", None)
-    inherited.pop("optimizer", None)
     jobs = []
     for seed in range(args.loop.seed, args.loop.seed + args.seeds):
-        for name in args.optimizers:
-            if name == base.optimizer.name:
-                own = base
-            elif known:
-                own = recipes.make(base.recipe, name).replace(**inherited)
-            else:
-                own = base.replace(optimizer={"name": name})
-            own = own.replace(**asked)
+        for entrant in args.optimizers:
+            own = _entrant(entrant, base, asked)
             for rate in args.rates:
-                job = _at_rate(own, rate).replace(
-                    loop={"seed": seed}, keep={**_kept(args), "out": ""}
-                )
-                folder = f"{name.replace(':', '.')}-lr{job.optimizer.lr:.3g}-s{seed}"
-                jobs.append(Job(folder, job.replace(keep={"out": str(directory / folder)})))
+                job = _at_rate(own, rate * own.optimizer.lr)
+                folder = f"{job.optimizer.name.replace(':', '.')}-lr{job.optimizer.lr:.3g}-s{seed}"
+                kept = {**_kept(args), "out": str(directory / folder)}
+                jobs.append(Job(folder, check(job.replace(loop={"seed": seed}, keep=kept))))
     return jobs
+
+
+def _entrant(text: str, base: Run, asked: dict[str, dict[str, Any]]) -> Run:
+    """The run of ``NAME`` or ``NAME@RATE``: its recipe, what a file overrides, what was asked."""
+    name, _, rate = text.partition("@")
+    known = base.recipe in recipes.RECIPES
+    if name == base.optimizer.name:
+        own = base
+    elif known:
+        # A file may override the recipe for all; its optimizer's settings are for that one alone.
+        inherited = arguments.changes(recipes.make(base.recipe, base.optimizer.name), base)
+        others = {part: v for part, v in inherited.items() if part not in ("keep", "optimizer")}
+        own = recipes.make(base.recipe, name).replace(**others)
+    else:
+        own = base.replace(optimizer={"name": name})
+    own = own.replace(**asked)
+    if not rate:
+        return own
+    try:
+        return _at_rate(own, float(rate))
+    except ValueError:
+        raise LabError(f"{text!r} is no NAME@RATE: {rate!r} is no number") from None
 
 
 def _kept(args: RaceArgs) -> dict[str, Any]:
@@ -90,42 +103,54 @@ def _kept(args: RaceArgs) -> dict[str, Any]:
     }
 
 
-def _at_rate(run: Run, multiple: float) -> Run:
+def _at_rate(run: Run, lr: float) -> Run:
     """The run at another rate; the rate of what is no matrix keeps its proportion."""
     o = run.optimizer
-    rates = {"lr": float(f"{o.lr * multiple:.3g}")}
+    rates = {"lr": float(f"{lr:.3g}")}
     if o.lr_1d is not None:
-        rates["lr_1d"] = float(f"{o.lr_1d * multiple:.3g}")
+        rates["lr_1d"] = float(f"{o.lr_1d * lr / o.lr:.3g}")
     return run.replace(optimizer=rates)
+
+
+def _check_optimizers(jobs: list[Job]) -> None:
+    """Make each optimizer once, for a miniature: what is wrong is told before anybody trains."""
+    for run in {str(job.run.optimizer): job.run for job in jobs}.values():
+        build(GPT(miniature(run.model)), run.optimizer)
 
 
 def race(args: RaceArgs, base: Run, command: str) -> int:
     """Run what has not been run yet, then tell and report."""
-    for name in args.optimizers:
-        if name not in REGISTRY and ":" not in name:
-            raise LabError(f"unknown optimizer {name!r}; known: {', '.join(sorted(REGISTRY))}")
-    directory = Path(args.keep.out or f"runs/race-{base.recipe}")
+    moved = args.keep.out if args.keep.out != base.keep.out else None
+    directory = Path(moved or f"runs/race-{base.recipe}")
     jobs = plan(args, base, directory)
+    _check_optimizers(jobs)
     device = choose_device(args.loop.device)
-    workers = args.jobs or (min(cores(), len(jobs)) if device.type == "cpu" else 1)
-    threads = args.loop.threads or max(1, cores() // workers)
+    processes = args.jobs or (min(cores(), len(jobs)) if device.type == "cpu" else 1)
+    threads = args.loop.threads or max(1, cores() // processes)
     jobs = [replace(j, run=j.run.replace(loop={"threads": threads})) for j in jobs]
+    names = list(dict.fromkeys(job.run.optimizer.name for job in jobs))
+    about = {
+        "name": f"{base.recipe} race",
+        "recipe": base.recipe,
+        "optimizers": names,
+        "seeds": args.seeds,
+        "rates": list(args.rates),
+        "baseline": BASELINE if BASELINE in names else names[0],
+        "command": command,
+    }
     with RunDirectory(directory).lock():
-        about = {
-            "name": f"{base.recipe} race",
-            "recipe": base.recipe,
-            "optimizers": list(args.optimizers),
-            "seeds": args.seeds,
-            "rates": list(args.rates),
-            "baseline": BASELINE if BASELINE in args.optimizers else args.optimizers[0],
-            "command": command,
-        }
         write_atomically(directory / "race.json", (json.dumps(about, indent=2) + "\n").encode())
-        finished = run_all(jobs, workers, command)
-        if not finished:
-            sys.stdout.write("stopped; the same command goes on from here\n")
+        failed = run_all(jobs, processes, command)
+        if failed is None:
+            sys.stdout.write(
+                "stopped; the same command goes on from here, "
+                f"`mars report {directory}` shows what there is\n"
+            )
             return 0
-        return tell(args, directory, about)
+        tell(args, directory, jobs, about)
+    for name, text in failed.items():
+        sys.stderr.write(f"mars: error: {name}: {text}\n")
+    return 1 if failed else 0
 
 
 def grid_of(summary: Summary, about: dict[str, Any]) -> dict[str, Any]:
@@ -152,21 +177,27 @@ def grid_of(summary: Summary, about: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def tell(args: RaceArgs, directory: Path, about: dict[str, Any]) -> int:
+def tell(args: RaceArgs, directory: Path, jobs: list[Job], about: dict[str, Any]) -> None:
     """The table, and the page."""
-    from mars.lab.recipes.small import rates
     from mars.lab.report import load, summarise, table, write
 
-    runs = load([directory])
-    summary = summarise(runs, baseline=about["baseline"])
-    sys.stdout.write("\n" + table(summary) + "\n")
-    grid = rates(about["recipe"])
+    here = [directory / job.name for job in jobs if (directory / job.name / "log.jsonl").exists()]
+    if not here:
+        return
+    runs = load(here)
+    grid = recipes.rates(about["recipe"])
     known = grid if grid["optimizers"] and len(args.rates) == 1 else None
+    summary = summarise(runs, baseline=about["baseline"], rates=known)
+    sys.stdout.write("\n" + table(summary) + "\n")
+    for name in about["optimizers"]:
+        if known and name not in known["optimizers"]:
+            sys.stdout.write(f"! the rate of {name} is not tuned; a grid: --rates 0.25 0.5 1 2 4\n")
     if len(args.rates) > 1:
         outcome = json.dumps(grid_of(summary, about), indent=1) + "\n"
         write_atomically(directory / "rates.json", outcome.encode())
     if args.report:
-        page = directory / "report.html"
-        write(page, runs, summary, rates=known, title=f"Race: {about['recipe']}")
+        page = write(directory / "report.html", runs, summary)
         sys.stdout.write(f"\nreport: {page.resolve().as_uri()}\n")
-    return 0
+    others = len({log.parent for log in directory.glob("*/log.jsonl")}) - len(here)
+    if others > 0:
+        sys.stdout.write(f"({others} earlier runs are here too: `mars report {directory}`)\n")

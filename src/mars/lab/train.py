@@ -26,7 +26,7 @@ from mars.lab.signals import Interrupt
 FREE = {
     "keep": None,
     "loop": {
-        "steps", "device", "threads", "compile", "micro_batch_size", "log_every", "eval_every",
+        "device", "threads", "compile", "micro_batch_size", "log_every", "eval_every",
         "diagnose_every", "skip_nan",
     },
 }  # fmt: skip
@@ -35,10 +35,11 @@ FREE = {
 def open_data(run: Run) -> tuple[Tokens, Tokens]:
     """Tokens to train on and to validate on; both fit the model."""
     data, model = run.data, run.model
-    name = Path(data.source).name
-    if name in ("openwebtext", "fineweb-edu") and not Path(data.source).exists():
+    if data.source.startswith("data/") and not Path(data.source).exists():
+        name = Path(data.source).name
+        source = name if name in ("openwebtext", "fineweb-edu") else "YOUR.txt"
         raise LabError(
-            f"{data.source} is not there: make it with `mars data {name} --out {data.source}`, "
+            f"{data.source} is not there: make it with `mars data {source} --out {data.source}`, "
             "or give --data.source"
         )
     train = open_tokens(data.source, "train", data.tokenizer)
@@ -62,12 +63,22 @@ def prepare(run: Run) -> tuple[Training, Tokens, Tokens]:
     return Training(run, model.to(device), train, valid), train, valid
 
 
-def train(run: Run, *, command: str = "", watch: Watch = lambda record: None) -> Outcome:
-    """Train, or go on training, in the run's directory. ``watch`` sees every record of the log."""
+def train(
+    run: Run, *, command: str = "", watch: Watch = lambda record: None, extend: bool = False
+) -> Outcome:
+    """Train, or go on training, in the run's directory.
+
+    Args:
+        command: what the log says it was started by.
+        watch: sees every record of the log, and about twice a second a "tick" with the step.
+        extend: let a run that was begun with fewer steps go on to this number.
+    """
     directory = Path(run.directory)
-    ended = _check_directory(check(run), directory)
-    if ended is not None:
-        return ended
+    begun = _check_directory(check(run), directory, extend)
+    if begun is not None and begun.loop.steps == run.loop.steps:
+        ended = _ended(run, directory)
+        if ended is not None:
+            return ended
     training, *tokens = prepare(run)
     with RunDirectory(directory).lock():
         refused: list[str] = []
@@ -85,6 +96,11 @@ def train(run: Run, *, command: str = "", watch: Watch = lambda record: None) ->
             else:
                 log.rewind(training.step)
                 session.resume(start.name, read(directory))
+                if begun is not None and begun.loop.steps != run.loop.steps:
+                    write_atomically(directory / "config.json", _text(run))
+                    log.replace_header(steps=run.loop.steps, config=to_json(run))
+                    text = f"{begun.loop.steps} to {run.loop.steps} steps: the rate so far was for"
+                    session.tell("extended", f"{text} {begun.loop.steps}")
             for text in refused:
                 session.tell("refused", text)
             try:
@@ -95,20 +111,28 @@ def train(run: Run, *, command: str = "", watch: Watch = lambda record: None) ->
                 ) from error
 
 
-def _check_directory(run: Run, directory: Path) -> Outcome | None:
-    """Refuse the directory of another run; the outcome, if this one has nothing left to do."""
+def _check_directory(run: Run, directory: Path, extend: bool) -> Run | None:
+    """The run that was begun there, if any; another one than this is refused."""
     written = directory / "config.json"
     if not written.exists():
         return None
     if not run.keep.resume:
         raise LabError(f"{directory} holds a run already: choose another --keep.out or remove it")
-    difference = first_difference(to_json(read_config(written)), to_json(run))
+    begun = read_config(written)
+    if extend and run.loop.steps > begun.loop.steps:
+        run = run.replace(loop={"steps": begun.loop.steps})
+    difference = first_difference(to_json(begun), to_json(run))
     if difference:
         field, old, new = difference
         held = f"{directory} holds a run with {field} = {old!r}, not {new!r}"
-        raise LabError(f"{held}: choose another --keep.out")
+        raise LabError(f"{held}: choose another --keep.out, or go on with `mars train {directory}`")
+    return begun
+
+
+def _ended(run: Run, directory: Path) -> Outcome | None:
+    """The outcome of a run that has nothing left to do."""
     last = read(directory)[-1:]
-    if last and last[0].get("status") == "done" and last[0]["step"] >= run.loop.steps:
+    if last and last[0].get("status") == "done" and last[0]["step"] == run.loop.steps:
         return Outcome("done", last[0]["step"], last[0]["valid"], directory)
     return None
 

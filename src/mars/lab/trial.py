@@ -61,7 +61,7 @@ class Watcher:
 
     def __call__(self, record: dict[str, Any]) -> None:
         workers.answer()
-        if record["kind"] == "header":
+        if record["kind"] in ("header", "tick"):
             return
         self.place = {name: record[name] for name in self.place}
         if record["kind"] == "end" and record["status"] == "failed":

@@ -60,6 +60,7 @@ def tune_command(words: list[str]) -> int:
         "can be overridden. The same command goes on with a search that was interrupted."
     )
     args = arguments.parse(TuneArgs, words, f"mars tune {recipe}", about, default)
+    args = arguments.fitted(args, base)
     moved = args.keep.out if args.keep.out != base.keep.out else None
     name = args.optimizer.name.replace(":", ".")
     directory = Path(args.out or moved or f"runs/tune-{base.recipe}-{name}")

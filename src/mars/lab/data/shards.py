@@ -180,5 +180,6 @@ def check_vocabulary(tokens: Tokens, vocab_size: int) -> None:
             at = start + int(np.argmax(part >= vocab_size))
             raise LabError(
                 f"{tokens.source}: token {int(part[at - start])} (at {at}) is outside the model's "
-                f"vocabulary of {vocab_size}: the data was made by another tokenizer"
+                f"vocabulary of {vocab_size}: raise model.vocab_size (GPT-2 has 50257 tokens), or "
+                "take data made by another tokenizer"
             )

@@ -104,7 +104,8 @@ def _check_tokenizer(where: object, made_by: str, asked: str) -> None:
     if made_by != asked:
         raise LabError(
             f"wrong tokenizer: {where} was made by {made_by!r}, but the run asks for {asked!r}: "
-            f"set the tokenizer to {made_by!r} or prepare the data again"
+            f"set data.tokenizer to {made_by} (and model.vocab_size: 50304 for gpt2, 256 for "
+            f"bytes), or prepare it again with --tokenizer {asked}"
         )
 
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from mars.lab.config import Run
 from mars.lab.errors import LabError
 from mars.lab.recipes import gpt2, small
+from mars.lab.recipes.small import rates
+
+__all__ = ["RECIPES", "Recipe", "find", "make", "rates"]
 
 
 @dataclass(frozen=True)
@@ -18,19 +21,16 @@ class Recipe:
     about: str
     make: Callable[[str], Run]
     optimizer: str = "mars-adamw"
-    rates: str | None = None  # the grid that its learning rates come from
 
 
 RECIPES: dict[str, Recipe] = {
     "gpt-tiny": Recipe(
         "a 0.4M-parameter GPT on the bytes of Shakespeare, embedded: half a minute on a CPU",
         small.gpt_tiny,
-        rates="gpt-tiny",
     ),
     "gpt-50m": Recipe(
         "a 51M-parameter GPT for 59M tokens of your text (GPT-2's vocabulary): minutes on a GPU",
         small.gpt_50m,
-        rates="gpt-50m",
     ),
     **{
         f"gpt2-{size}{suffix}": Recipe(

@@ -8,6 +8,7 @@ from importlib import resources
 from typing import Any
 
 from mars.lab.config import Data, Keep, Loop, Model, Optimizer, Run, Schedule
+from mars.lab.optimizers import find
 
 # Settings that are not searched. Lion takes small rates and decays accordingly more; MARS-AdamW has
 # AdamW's betas, with which it does better than with the published ones (docs/results).
@@ -49,7 +50,7 @@ def rates(recipe: str) -> dict[str, Any]:
 
 def tuned(recipe: str, name: str) -> Optimizer:
     """An optimizer at the best rate of the recipe's grid; ``lr_1d`` is a multiple of that here."""
-    guess = GUESSES[recipe].get(name, GUESSES[recipe]["adamw"])
+    guess = GUESSES[recipe].get(name) or find(name).lr or GUESSES[recipe]["adamw"]
     lr = rates(recipe)["optimizers"].get(name, {}).get("best", guess)
     settings = {"weight_decay": DECAY, **SETTINGS.get(name, {})}
     if "lr_1d" in settings:

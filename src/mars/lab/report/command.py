@@ -6,6 +6,7 @@ import sys
 import webbrowser
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mars.lab.errors import LabError
 from mars.lab.report import page
@@ -38,7 +39,7 @@ class ReportArgs:
 def report_command(args: ReportArgs) -> Path:
     """Write the report, print the table and where the page is."""
     runs = load(args.runs)
-    rates = None if args.rates is None else read_rates(args.rates)
+    rates = _known_rates(runs) if args.rates is None else read_rates(args.rates)
     summary = summarise(runs, args.baseline or _baseline(runs), rates)
     out = Path(args.out) if args.out is not None else _beside(Path(args.runs[0]))
     if out.is_dir():
@@ -50,6 +51,15 @@ def report_command(args: ReportArgs) -> Path:
     if args.open:
         webbrowser.open(written.resolve().as_uri())
     return written
+
+
+def _known_rates(runs: list[RunLog]) -> dict[str, Any] | None:
+    """The grid of the recipe that these runs are a race of."""
+    from mars.lab import recipes
+
+    said = {run.race.get("recipe") for run in runs}
+    grid = recipes.rates(str(said.pop())) if len(said) == 1 else {"optimizers": {}}
+    return grid if grid["optimizers"] else None
 
 
 def _baseline(runs: list[RunLog]) -> str:
