@@ -26,7 +26,7 @@ def run(out: Path, optimizer: str = "mars-adamw", **loop: Any) -> Run:
     """A run of 12 steps in a directory."""
     settings = {
         "steps": 12, "batch_size": 4, "eval_every": 4, "eval_sequences": 4, "log_every": 2,
-        "diagnose_every": 6, "threads": 1, "device": "cpu", **loop,
+        "diagnose_every": 8, "threads": 1, "device": "cpu", **loop,
     }  # fmt: skip
     return Run(
         recipe="miniature",

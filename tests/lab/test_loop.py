@@ -186,7 +186,7 @@ def test_what_a_log_says(tmp_path: Path) -> None:
     # Early validations at doubling distances, then every fourth step.
     assert [r["step"] for r in records if r["kind"] == "valid"] == [0, 1, 2, 4, 8, 12]
     readings = [r for r in records if r["kind"] == "diagnostics"]
-    assert [r["step"] for r in readings] == [6, 12]
+    assert [r["step"] for r in readings] == [8]
     assert readings[0]["groups"][0]["variance_ratio"] > 0
     assert records[-1]["kind"] == "end"
     assert records[-1]["status"] == "done"
@@ -355,3 +355,29 @@ def test_a_signal_saves_and_ends_cleanly(tmp_path: Path, number: signal.Signals)
     newest = checkpoint.newest(tmp_path / "run", print)
     assert newest is not None
     assert newest.name == f"step-{end['step']:08d}"
+
+
+def test_weights_that_are_not_finite_are_neither_saved_nor_a_result(tmp_path: Path) -> None:
+    """The loss of a step is that of the weights before it: it may be the last that was finite."""
+    config = run(tmp_path, "adamw", steps=1).replace(optimizer={"lr": 1e30}, keep={"save_every": 1})
+    with pytest.raises(LabError, match="not finite at step 1"):
+        train(config)
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+    assert read(tmp_path)[-1]["status"] == "failed"
+
+
+def test_skipping_does_not_go_with_exact_mode_and_leaves_fp16_to_its_scaler(tmp_path: Path) -> None:
+    with pytest.raises(LabError, match="does not go with"):
+        prepare(run(tmp_path, "exact", skip_nan=True))
+    training, *_ = prepare(run(tmp_path, "adamw", skip_nan=True, precision="fp16"))
+    training.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    for _ in range(3):
+        training.advance()
+    assert training.scaler.get_scale() < 2.0**40
+
+
+def test_the_log_tells_how_large_the_state_is(tmp_path: Path) -> None:
+    train(run(tmp_path))
+    header = read(tmp_path)[0]
+    matrices = sum(p.numel() for p in GPT(run(tmp_path).model).parameters() if p.ndim == 2)
+    assert header["state_bytes"] > 12 * matrices  # m, v and h of matrices, and a little more

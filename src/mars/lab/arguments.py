@@ -137,6 +137,9 @@ def overridden(values: dict[str, Any], optimizer: str | None = None) -> Run:
     """A recipe with the fields of a JSON object laid over it."""
     own = values.get("optimizer", {})
     named = own.get("name") if isinstance(own, dict) else None
+    for what, text in (("recipe", values.get("recipe", "")), ("optimizer.name", named or "")):
+        if not isinstance(text, str):
+            raise LabError(f"{what} cannot be {json.dumps(text)}: it is a name")
     if optimizer and named and optimizer != named:
         raise LabError(f"the configuration is for {named}: it says nothing about {optimizer}")
     name = values.get("recipe", "custom")
@@ -176,6 +179,20 @@ def as_run(args: Run) -> Run:
 def with_defaults(kind: type[T], run: Run, **more: Any) -> T:
     """A command's options with a run's fields as defaults."""
     return kind(**{f.name: getattr(run, f.name) for f in dataclasses.fields(Run)}, **more)
+
+
+def asked(words: list[str], args: Run) -> dict[str, dict[str, Any]]:
+    """The fields that the words name, with their values: also those that equal a default."""
+    found: dict[str, dict[str, Any]] = {}
+    for word in words:
+        part, dot, name = word.removeprefix("--").partition(".")
+        name = name.replace("-", "_")
+        own = getattr(args, part, None) if dot and word.startswith("--") else None
+        for field in (name, name.removeprefix("no_")):
+            if own is not None and hasattr(own, field):
+                found.setdefault(part, {})[field] = getattr(own, field)
+                break
+    return found
 
 
 def changes(before: Run, after: Run) -> dict[str, dict[str, Any]]:

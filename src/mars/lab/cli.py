@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import sys
@@ -61,7 +62,9 @@ def _train(words: list[str]) -> int:
     loss = "" if outcome.valid is None else f", validation loss {units.loss(outcome.valid)}"
     sys.stdout.write(f"{outcome.status} at step {outcome.step}{loss}: {outcome.directory}\n")
     if outcome.status == "stopped":
-        sys.stdout.write("the same command goes on from there\n")
+        saved = run.keep.save_every is not None
+        where = "goes on from there" if saved else "begins again: keep.save_every is None"
+        sys.stdout.write(f"the same command {where}\n")
     return 0
 
 
@@ -121,6 +124,9 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 def main(words: list[str] | None = None) -> int:
     """Run a command; errors that a user can mend are one line on standard error."""
     words = sys.argv[1:] if words is None else words
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # an ASCII terminal gets ? for what it cannot show
+            stream.reconfigure(errors="replace")
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(USAGE)
         return 0

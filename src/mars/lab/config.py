@@ -33,7 +33,7 @@ class Model:
     bias: bool = False
     """Biases in linear layers and norms."""
     scale_attn_by_inverse_layer_idx: bool = False
-    """Divide attention scores by the number of the block, as the authors do from medium up."""
+    """Divide attention scores by the number of the block, as the authors' GPT-2 runs do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +207,14 @@ def check(run: Run) -> Run:
         raise LabError(f"model.dropout must be below 1, it is {model.dropout}")
     if not 0 <= run.schedule.min_lr <= 1:
         raise LabError(f"schedule.min_lr is a share of the peak, 0 to 1, not {run.schedule.min_lr}")
+    if not 0 < run.schedule.decay_share <= 1:
+        raise LabError(
+            f"schedule.decay_share is above 0 and up to 1, not {run.schedule.decay_share}"
+        )
+    if not 0 <= loop.seed < 2**63:
+        raise LabError(f"loop.seed must be 0 to 2**63 - 1, it is {loop.seed}")
+    if loop.threads and loop.threads > 1024:
+        raise LabError(f"loop.threads must be at most 1024, it is {loop.threads}")
     if run.schedule.warmup_steps > loop.steps:
         raise LabError(
             f"schedule.warmup_steps ({run.schedule.warmup_steps}) is longer than the run "

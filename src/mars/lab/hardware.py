@@ -30,6 +30,8 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise LabError(f"loop.device {name!r} is unknown: auto, cpu, cuda or cuda:1") from error
+    if device.type not in ("cpu", "cuda"):
+        raise LabError(f"loop.device {name!r} is unknown: auto, cpu, cuda or cuda:1")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise LabError(f"loop.device is {name}, but torch {torch.__version__} sees no GPU here")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -23,7 +23,7 @@ from mars.lab.data import Batches, Tokens, validation
 from mars.lab.errors import Diverged, LabError
 from mars.lab.log import Log
 from mars.lab.models import flops_per_token, peak_flops
-from mars.lab.optimizers import build
+from mars.lab.optimizers import build, state_bytes
 from mars.lab.schedule import factor, remember_peaks, set_rate
 from mars.lab.signals import Interrupt
 
@@ -58,6 +58,8 @@ class Training:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         if run.optimizer.exact and self.dtype == torch.float16:
             raise LabError("optimizer.exact does not go with loop.precision fp16: use bf16 or fp32")
+        if run.optimizer.exact and loop.skip_nan:
+            raise LabError("optimizer.exact does not go with loop.skip_nan")
         self.is_mars = isinstance(self.optimizer, mars.MARS)
         compile_ = self.device.type == "cuda" if loop.compile is None else loop.compile
         if compile_:
@@ -66,7 +68,7 @@ class Training:
         self.batches = Batches(train, context, loop.batch_size, loop.seed)
         self.held_out = validation(valid, context, loop.eval_sequences)
         self.flops = flops_per_token(run.model)
-        self.step, self.best = 0, math.inf
+        self.step, self.skipped, self.best = 0, 0, math.inf
         self.clock = Clock(self.device)
         self.window = torch.zeros((), dtype=torch.float64, device=self.device)  # sum of losses
         self.window_steps = 0
@@ -120,9 +122,11 @@ class Training:
             loss: Tensor = self.optimizer.step(self._closure)  # type: ignore[assignment,arg-type]
         else:
             loss = self._gradients()
-            if self.run.loop.skip_nan and not self._finite():
+            # A GradScaler skips by itself, and lowers its scale.
+            if self.run.loop.skip_nan and not self.scaler.is_enabled() and not self._finite():
                 self.optimizer.zero_grad()
-                self.step += 1
+                self.skipped += 1
+                self._count_step()
                 return
             self.clock.optimizer_begins()
             self._clip()
@@ -134,11 +138,14 @@ class Training:
         self.optimizer.zero_grad()
         self.window += loss
         self.window_steps += 1
+        self._count_step()
+
+    def _count_step(self) -> None:
+        self.step += 1
         if self.clock.running:
             self.clock.lap_steps += 1
         else:
             self.clock.credit()
-        self.step += 1
 
     def _finite(self) -> bool:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -219,7 +226,7 @@ class Session:
     def __init__(self, training: Training, directory: Path, log: Log, watch: Watch) -> None:
         self.t, self.directory, self.log, self.watch = training, directory, log, watch
         self.valid: float | None = None
-        self.saved_at = -1
+        self.saved_at = self.valid_at = -1
         self.ticked = 0.0
         self.diagnosis: Diagnosis | None = None
 
@@ -259,8 +266,13 @@ class Session:
     def _step(self) -> None:
         t, loop, keep = self.t, self.t.run.loop, self.t.run.keep
         self._observe()
+        skipped = t.skipped
         t.advance()
+        if t.skipped > skipped:
+            self.tell("skipped", f"step {t.step}: its gradient was not finite")
         self._observed()
+        if t.step == 1:
+            self.log.replace_header(state_bytes=state_bytes(t.optimizer))
         self._tick()
         last = t.step == loop.steps
         log = last or t.step % loop.log_every == 0
@@ -287,13 +299,16 @@ class Session:
             self.watch({"kind": "tick", "step": self.t.step})
 
     def _check_loss(self) -> None:
-        if self.t.run.loop.skip_nan or math.isfinite(float(self.t.window)):
-            return
-        text = f"the loss is not finite at step {self.t.step}: lower the learning rate"
+        if not self.t.run.loop.skip_nan and not math.isfinite(float(self.t.window)):
+            self._diverge("the loss is not finite")
+
+    def _diverge(self, what: str) -> None:
+        text = f"{what} at step {self.t.step}: lower the learning rate"
         self.write(
             {"kind": "end", **self.t.position, "status": "failed", "valid": None, "text": text}
         )
-        raise Diverged(f"{text} (the last good checkpoint is kept in {self.directory})")
+        kept = any((self.directory / "checkpoints").glob("step-*"))
+        raise Diverged(f"{text} (checkpoints before it are kept)" if kept else text)
 
     def _validation_due(self) -> bool:
         step, every = self.t.step, self.t.run.loop.eval_every
@@ -301,14 +316,19 @@ class Session:
         return step % every == 0 or step in early
 
     def _validate(self) -> None:
-        self.valid = self.t.validate()
+        self.valid, self.valid_at = self.t.validate(), self.t.step
+        if not math.isfinite(self.valid):
+            self._diverge("the validation loss is not finite")
         self.write({"kind": "valid", **self.t.position, "loss": self.valid})
 
     def _save(self) -> None:
         t = self.t
-        better = self.valid is not None and self.valid < t.best
-        if better:
-            t.best = self.valid if self.valid is not None else math.inf
+        norm = nn.utils.get_total_norm([p.detach() for p in t.model.parameters()])
+        if not bool(norm.isfinite()):  # a checkpoint must be worth going back to
+            self._diverge("a parameter is not finite")
+        better = self.valid is not None and self.valid_at == t.step and self.valid < t.best
+        if better and self.valid is not None:
+            t.best = self.valid
         self.log.sync()  # a power cut leaves both, or the checkpoint before
         checkpoint.save(
             self.directory, t.step, t.model, t.optimizer, t.training_state(),
@@ -326,7 +346,14 @@ class Session:
 
     def _observe(self) -> None:
         t, every = self.t, self._diagnose_every
-        if isinstance(t.optimizer, mars.MARS) and t.step % every == max(0, every - DIAGNOSED):
+        # Too often, and there would be no ordinary steps to time; one step has no variance.
+        if (
+            self.diagnosis
+            or every < 2 * DIAGNOSED
+            or not every - DIAGNOSED <= t.step % every < every - 1
+        ):
+            return
+        if isinstance(t.optimizer, mars.MARS):
             t.clock.stop()
             self.diagnosis = mars.diagnose(t.optimizer)
             self.diagnosis.__enter__()

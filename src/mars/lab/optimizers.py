@@ -73,6 +73,21 @@ class Together(torch.optim.Optimizer):
         self.param_groups = self._groups()  # loading made new ones
 
 
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of an optimizer's state, whatever it is nested in."""
+    found: dict[int, int] = {}
+    rest: list[Any] = [o.state for o in getattr(optimizer, "optimizers", [optimizer])]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, Tensor):
+            found[id(value)] = value.numel() * value.element_size()
+        elif isinstance(value, dict):
+            rest += value.values()
+        elif isinstance(value, (list, tuple)):
+            rest += value
+    return sum(found.values())
+
+
 def label(name: str) -> str:
     """What people call it."""
     return REGISTRY[name].label if name in REGISTRY else name.split(":")[-1]
@@ -92,8 +107,14 @@ def build(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
             raise LabError(f"optimizer.{name} is no option of {config.name}")
     try:
         return entry.build(model, config, options)
-    except (TypeError, ValueError) as error:
-        raise LabError(f"optimizer {config.name}: {error}") from error
+    except LabError:
+        raise
+    except Exception as error:
+        raise LabError(f"optimizer {config.name}: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _value(text: str) -> Any:
@@ -115,8 +136,8 @@ def _dotted(name: str) -> Entry:
         sys.path.insert(0, here)
     try:
         cls = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise LabError(f"optimizer {name!r} cannot be imported: {error}") from error
+    except Exception as error:  # whatever a module of somebody's does when it is imported
+        raise LabError(f"optimizer {name!r} cannot be imported: {_line(error)}") from error
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise LabError(f"optimizer {name!r} is no torch.optim.Optimizer")
     parameters = inspect.signature(cls).parameters

@@ -64,6 +64,8 @@ def _work(job: Job, command: str) -> str:
         return f"diverged: {error}"
     except LabError as error:
         return f"{FAILED}{error}"
+    except Exception as error:  # of an optimizer of somebody's, say: the others go on
+        return f"{FAILED}{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     finally:
         workers.forget_compiled()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from mars.lab.rundir import RunDirectory, write_atomically
 
 FIELD = ("adamw", "lion", "muon", "mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
 BASELINE = "adamw"
+Asked = dict[str, dict[str, Any]]  # fields by part: what somebody wants for all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,28 +57,34 @@ def race_command(words: list[str]) -> int:
         "its own tuned settings. Results go to keep.out, by default runs/race-RECIPE."
     )
     args = arguments.parse(RaceArgs, words, f"mars race {recipe}", about, default)
-    return race(arguments.fitted(args, base), base, command)
+    return race(args, base, arguments.asked(words, args), command)
 
 
-def plan(args: RaceArgs, base: Run, directory: Path) -> list[Job]:
+def plan(args: RaceArgs, base: Run, asked: Asked, directory: Path) -> list[Job]:
     """One run for every optimizer, rate and seed, ordered so that first results come early."""
-    if args.seeds < 1 or not args.rates or min(args.rates) <= 0:
+    if not args.optimizers:
+        raise LabError("a race needs at least one optimizer")
+    if args.seeds < 1 or not args.rates or not all(0 < rate < math.inf for rate in args.rates):
         raise LabError("a race needs at least one seed and rates above 0")
-    asked = arguments.changes(base, arguments.as_run(args))
-    asked.pop("keep", None)
+    if args.jobs is not None and args.jobs < 1:
+        raise LabError(f"--jobs must be 1 or more, it is {args.jobs}")
+    asked = {part: fields for part, fields in asked.items() if part != "keep"}
     jobs = []
     for seed in range(args.loop.seed, args.loop.seed + args.seeds):
         for entrant in args.optimizers:
             own = _entrant(entrant, base, asked)
             for rate in args.rates:
-                job = _at_rate(own, rate * own.optimizer.lr)
+                job = own if rate == 1 else _at_rate(own, rate * own.optimizer.lr)
                 folder = f"{job.optimizer.name.replace(':', '.')}-lr{job.optimizer.lr:.3g}-s{seed}"
                 kept = {**_kept(args), "out": str(directory / folder)}
                 jobs.append(Job(folder, check(job.replace(loop={"seed": seed}, keep=kept))))
+    for name, count in Counter(made.name for made in jobs).items():
+        if count > 1:
+            raise LabError(f"{name} is asked for twice")
     return jobs
 
 
-def _entrant(text: str, base: Run, asked: dict[str, dict[str, Any]]) -> Run:
+def _entrant(text: str, base: Run, asked: Asked) -> Run:
     """The run of ``NAME`` or ``NAME@RATE``: its recipe, what a file overrides, what was asked."""
     name, _, rate = text.partition("@")
     known = base.recipe in recipes.RECIPES
@@ -88,7 +97,10 @@ def _entrant(text: str, base: Run, asked: dict[str, dict[str, Any]]) -> Run:
         own = recipes.make(base.recipe, name).replace(**others)
     else:
         own = base.replace(optimizer={"name": name})
+    before = own
     own = own.replace(**asked)
+    if "warmup_steps" not in asked.get("schedule", {}):
+        own = arguments.fitted(own, before)
     if not rate:
         return own
     try:
@@ -118,11 +130,11 @@ def _check_optimizers(jobs: list[Job]) -> None:
         build(GPT(miniature(run.model)), run.optimizer)
 
 
-def race(args: RaceArgs, base: Run, command: str) -> int:
+def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
     """Run what has not been run yet, then tell and report."""
     moved = args.keep.out if args.keep.out != base.keep.out else None
     directory = Path(moved or f"runs/race-{base.recipe}")
-    jobs = plan(args, base, directory)
+    jobs = plan(args, base, asked, directory)
     _check_optimizers(jobs)
     device = choose_device(args.loop.device)
     processes = args.jobs or (min(cores(), len(jobs)) if device.type == "cpu" else 1)

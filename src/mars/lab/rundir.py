@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import secrets
@@ -43,7 +42,8 @@ def _forget_locks() -> None:
         os.close(_held.pop())
 
 
-os.register_at_fork(after_in_child=_forget_locks)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
 
 
 def reason(error: OSError) -> str:
@@ -136,6 +136,10 @@ class RunDirectory:
                 os.close(descriptor)
 
     def _take(self, descriptor: int) -> None:
+        try:
+            import fcntl
+        except ImportError:  # Windows: nobody else is kept out there
+            return
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -59,8 +59,11 @@ def prepare(run: Run) -> tuple[Training, Tokens, Tokens]:
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     torch.manual_seed(run.loop.seed)
-    model = GPT(run.model, seed=run.loop.seed)
-    return Training(run, model.to(device), train, valid), train, valid
+    try:
+        model = GPT(run.model, seed=run.loop.seed).to(device)
+    except (RuntimeError, MemoryError) as error:
+        raise LabError(f"the model does not fit in memory: {str(error).splitlines()[0]}") from error
+    return Training(run, model, train, valid), train, valid
 
 
 def train(

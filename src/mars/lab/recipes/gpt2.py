@@ -12,9 +12,10 @@ from typing import Any
 from mars.lab.config import Data, Keep, Loop, Model, Optimizer, Run, Schedule
 from mars.lab.errors import LabError
 
-# Layers, heads, width, and whether attention is scaled by the layer's number.
+# Layers, heads, width, and whether attention is scaled by the layer's number (a default of their
+# training scripts, which the configuration of small leaves as it is).
 SIZES = {
-    "small": (12, 12, 768, False),
+    "small": (12, 12, 768, True),
     "medium": (24, 16, 1024, True),
     "large": (36, 20, 1280, True),
     "xl": (48, 25, 1600, True),
@@ -45,11 +46,14 @@ RATES: dict[str, dict[str, dict[str, Any]]] = {
         "small": {"lr": 6e-3},
         "medium": {"lr": 5e-3},
         "large": {"lr": 5e-3},
-        "xl": {"lr": 3e-3},
     },
 }
-# MARS-M has other rates on FineWeb-Edu.
-FINEWEB: dict[str, dict[str, dict[str, Any]]] = {"mars-m": {"small": {"lr": 1e-2}}}
+# MARS-M has other rates on FineWeb-Edu, and XL there alone.
+FINEWEB: dict[str, dict[str, dict[str, Any]]] = {
+    "mars-m": {"small": {"lr": 1e-2}, "xl": {"lr": 3e-3}}
+}
+# Their Muon script has a schedule of its own: constant, then to zero over the last 2000 steps.
+MUON_SCHEDULE = Schedule(shape="wsd", warmup_steps=2000, decay_share=0.02)
 
 # The rest of the published settings. Embeddings are trained by AdamW for Muon and MARS-M (the
 # authors ran the Muon baseline on them too, which costs it: we do not). MARS-M is without clip.
@@ -77,7 +81,7 @@ def maker(size: str, data: str) -> Callable[[str], Run]:
 
     def make(optimizer: str) -> Run:
         layers, heads, width, scaled = SIZES[size]
-        chosen, least = _optimizer(optimizer, size, data)
+        chosen, schedule = _optimizer(optimizer, size, data)
         suffix = "-fineweb" if data == "fineweb-edu" else ""
         return Run(
             recipe=f"gpt2-{size}{suffix}",
@@ -86,7 +90,7 @@ def maker(size: str, data: str) -> Callable[[str], Run]:
             ),
             data=Data(source=f"data/{data}", tokenizer="gpt2"),
             optimizer=chosen,
-            schedule=Schedule(shape="cosine", warmup_steps=2000, min_lr=least),
+            schedule=schedule,
             loop=Loop(steps=100_000, batch_size=480, eval_every=1000, eval_sequences=3000),
             keep=Keep(save_every=1000),
         )
@@ -94,14 +98,16 @@ def maker(size: str, data: str) -> Callable[[str], Run]:
     return make
 
 
-def _optimizer(name: str, size: str, data: str) -> tuple[Optimizer, float]:
-    """The published settings, and where the rate ends as a share of its peak."""
-    if ":" in name or name not in RATES:
+def _optimizer(name: str, size: str, data: str) -> tuple[Optimizer, Schedule]:
+    """The published settings, and the schedule."""
+    if name not in RATES:
         # Nothing is published for it: AdamW's rate, which the user will want to change.
         rate = RATES["adamw"][size]["lr"]
-        return Optimizer(name=name, lr=rate, weight_decay=0.1), 0.1
+        return Optimizer(name=name, lr=rate, weight_decay=0.1), Schedule(min_lr=0.1)
     rates = FINEWEB.get(name, {}).get(size) if data == "fineweb-edu" else None
     rates = rates or RATES[name].get(size)
     if rates is None:
-        raise LabError(f"no settings of {name} are published for gpt2-{size}: take gpt2-large's")
-    return Optimizer(name=name, **rates, **SETTINGS[name]), MIN_LR[size] / rates["lr"]
+        raise LabError(f"no settings of {name} are published for gpt2-{size} on {data}")
+    least = MIN_LR[size] / rates["lr"]
+    schedule = MUON_SCHEDULE if name == "muon" else Schedule(min_lr=least)
+    return Optimizer(name=name, **rates, **SETTINGS[name]), schedule

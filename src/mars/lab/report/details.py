@@ -112,7 +112,6 @@ def provenance(summary: Summary) -> Markup:
         "Hardware": lambda r: _pairs(r.header.get("hardware")),
         "Versions": lambda r: _pairs(r.header.get("versions")),
         "Sources": lambda r: str(r.header.get("code") or ""),
-        "Engine": lambda r: str(r.header.get("engine") or ""),
     }
     body: list[list[Child]] = []
     for name, get in facets.items():
