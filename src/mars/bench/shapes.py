@@ -38,9 +38,17 @@ def _llama_block(w: int, kv: int, ffn: int) -> list[Shape]:
     return [*_plain((w,)), *attention, *_plain((w,)), *_hidden((ffn, w), (ffn, w), (w, ffn))]
 
 
+def llama(
+    depth: int, w: int, kv: int, ffn: int, vocabulary: int, tied: bool = False
+) -> list[Shape]:
+    """A Llama of any size: kv is the width of keys and values; tied: the head is the embedding."""
+    tables = _plain(*[(vocabulary, w)] * (1 if tied else 2))
+    return [*tables, *_llama_block(w, kv, ffn) * depth, *_plain((w,))]
+
+
 def llama_1b() -> list[Shape]:
     """Llama 3.2 1B; the head is the embedding."""
-    return [*_plain((128256, 2048)), *_llama_block(2048, 512, 8192) * 16, *_plain((2048,))]
+    return llama(16, 2048, 512, 8192, 128256, tied=True)
 
 
 def llama_7b_layers() -> list[Shape]:

@@ -21,6 +21,7 @@ MARS: optimizers that correct each gradient by the last one, and a laboratory fo
   report    a self-contained HTML page from the logs of runs
   sample    text from a checkpoint
   tune      search learning rate, decay and γ
+  plan      memory, traffic and time of a step on GPUs that are not here
   doctor    versions, device, which engine would be used and why
 
 To begin:  mars race                    (no data, no GPU needed)
@@ -101,6 +102,20 @@ def _tune(words: list[str]) -> int:
     return tune_command(words)
 
 
+def _plan(words: list[str]) -> int:
+    from mars.lab.arguments import parse
+    from mars.lab.planner.command import PlanArgs, plan_command
+
+    named = bool(words) and not words[0].startswith("-")
+    model, options = (words[0], words[1:]) if named else (None, words)
+    about = (
+        "Predict memory, optimizer traffic and the time of a step for every optimizer. MODEL, the "
+        "first word, is a recipe, a run, or llama-1b, -7b, -8b, -13b, -70b."
+    )
+    plan_command(model, parse(PlanArgs, options, f"mars plan {model or 'MODEL'}", about))
+    return 0
+
+
 def _doctor(words: list[str]) -> int:
     from mars.lab.arguments import parse
     from mars.lab.doctor import DoctorArgs, doctor_command
@@ -117,6 +132,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": _report,
     "sample": _sample,
     "tune": _tune,
+    "plan": _plan,
     "doctor": _doctor,
 }
 

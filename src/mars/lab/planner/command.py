@@ -1,0 +1,138 @@
+"""`mars plan MODEL`: will it fit, and what does MARS cost there."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mars.lab import recipes
+from mars.lab.arguments import UsageError
+from mars.lab.errors import LabError
+from mars.lab.planner import models, predict, validate, words
+from mars.lab.planner.gpus import TRAINING_MFU
+from mars.lab.planner.gpus import find as find_gpu
+from mars.lab.planner.network import Cluster, check
+from mars.lab.planner.predict import Job
+from mars.lab.planner.steps import OPTIMIZERS, Form, Optimizer, Setting
+
+BYTES = {"bf16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class PlanArgs:
+    """Predict memory, traffic and time of a step on GPUs that are not here."""
+
+    gpus: int = 1
+    """How many GPUs."""
+    gpu: str = "h200"
+    """Which: h200, h100, a100 (80 GB), b200, l40s, rtx4090."""
+    strategy: Literal["ddp", "fsdp2", "hsdp"] = "fsdp2"
+    """Copies (ddp), shards over all GPUs (fsdp2), or shards in a node and copies between nodes."""
+    nodes_of: int = 8
+    """GPUs of a node."""
+    optimizer: tuple[str, ...] = ("all",)
+    """Which optimizers: adamw, muon, mars-adamw, mars-adamw-consume, mars-lion, mars-shampoo,
+    mars-m, or all of them."""
+    state: Form = "float32"
+    """How MARS keeps its state."""
+    params: Literal["fp32", "bf16"] = "fp32"
+    """Parameters and gradients; MARS keeps the low halves of bf16 ones."""
+    batch: int | None = None
+    """Sequences of a step, over all GPUs; by default the recipe's (4M tokens for a Llama), at least
+    one a GPU."""
+    micro_batch: int | None = None
+    """Sequences of a pass on each GPU; by default at most 32k tokens and 40 % of the memory."""
+    context: int | None = None
+    """Tokens of a sequence; by default the model's."""
+    recompute: bool = False
+    """Keep the inputs of blocks only, and compute them again in the backward pass."""
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    """How gradients are sent."""
+    engine: Literal["auto", "fused", "foreach"] = "auto"
+    """MARS's engine; auto is what the library uses: for shards, and for matrices that ranks share,
+    foreach."""
+    mfu: float = TRAINING_MFU
+    """Share of the peak that forward and backward reach; as measured for GPT-2 small."""
+    json: Path | None = None
+    """Write everything to this file, too."""
+    validate: bool = False
+    """Print the model's predictions beside everything that was measured, and stop."""
+    results: str | None = None
+    """For --validate: the directory of measurements; by default the repository's docs/results."""
+
+
+def plan_command(name: str | None, args: PlanArgs) -> None:
+    """Print the plan of a model, or how far the model of it is off."""
+    if args.validate:
+        directory = validate.results_directory(args.results)
+        compared, others = validate.compare(directory), validate.not_modelled(directory)
+        sys.stdout.write(words.errors(compared, others) + "\n")
+        _write(args.json, [{**dataclasses.asdict(c), "error": c.error} for c in compared])
+        return
+    if name is None:
+        known = ", ".join([*recipes.RECIPES, *models.LLAMAS])
+        raise UsageError(f"mars plan needs a model: {known}; or --validate")
+    job = job_of(name, args)
+    predictions = [predict.predict(job, optimizer) for optimizer in chosen(args.optimizer)]
+    sys.stdout.write(words.describe(job, predictions) + "\n")
+    _write(args.json, {
+        **predict.as_json(job, predictions),
+        "answer": words.answer(job, predictions),
+        "assumptions": words.assumptions(job),
+    })  # fmt: skip
+
+
+def job_of(name: str, args: PlanArgs) -> Job:
+    """What the words mean; a LabError says what cannot be."""
+    model = models.find(name)
+    if args.context is not None:
+        if args.context < 1:
+            raise LabError(f"--context must be above 0, it is {args.context}")
+        run = model.run.replace(model={"block_size": args.context})
+        model = dataclasses.replace(model, run=run)
+    cluster = check(Cluster(find_gpu(args.gpu), args.gpus, args.nodes_of, args.strategy))
+    batch = args.batch or max(model.run.loop.batch_size, args.gpus)
+    if batch < 1:
+        raise LabError(f"--batch must be above 0, it is {args.batch}")
+    micro = args.micro_batch
+    if micro is None:
+        micro = predict.default_micro_batch(model, cluster, batch, args.recompute)
+    setting = Setting(BYTES[args.params], args.state)
+    reduce = min(BYTES[args.reduce], 2 if args.params == "bf16" else 4)
+    return predict.check(
+        Job(
+            model,
+            cluster,
+            batch,
+            micro,
+            setting,
+            reduce,
+            engine=args.engine,
+            recompute=args.recompute,
+            mfu=args.mfu,
+        )
+    )
+
+
+def chosen(names: tuple[str, ...]) -> list[Optimizer]:
+    """The optimizers of these names, each once."""
+    for name in names:
+        if name != "all" and name not in OPTIMIZERS:
+            near = difflib.get_close_matches(name, OPTIMIZERS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known: all, {', '.join(OPTIMIZERS)}"
+            raise LabError(f"unknown optimizer {name!r}: {hint}")
+    return [o for o in OPTIMIZERS.values() if "all" in names or o.name in names]
+
+
+def _write(path: Path | None, values: object) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(values, indent=1) + "\n")
+    except OSError as error:
+        raise LabError(f"{path} cannot be written: {error}") from error

@@ -1,0 +1,220 @@
+"""A plan in words: tables, the answer, the assumptions; and the table of errors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from mars.lab.planner import gpus
+from mars.lab.planner.predict import Job, Prediction, fits_from
+from mars.lab.planner.steps import OPTIMIZERS
+from mars.lab.planner.validate import LARGE, Compared
+from mars.lab.report import units
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Aligned columns under a head; the first ``left`` ones to the left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def describe(job: Job, predictions: Sequence[Prediction]) -> str:
+    """The whole text."""
+    parts = [
+        headline(job),
+        f"memory of the fullest rank\n{_memory(job, predictions)}",
+        f"the optimizer's step\n{_optimizer(job, predictions)}",
+        f"a training step\n{_step(predictions)}",
+        answer(job, predictions),
+        "assumptions\n" + "\n".join(f"- {line}" for line in assumptions(job)),
+    ]
+    return "\n\n".join(parts)
+
+
+def headline(job: Job) -> str:
+    model, cluster = job.model, job.cluster
+    nodes = f" in {cluster.nodes} nodes" if cluster.nodes > 1 else ""
+    way = f" by {cluster.strategy}" if cluster.gpus > 1 else ""
+    passes = f"{job.passes} pass{'es' if job.passes > 1 else ''} of {job.micro_batch}"
+    return (
+        f"{model.name}: {units.tokens(model.elements)} parameters on {cluster.gpus} x "
+        f"{cluster.gpu.name}{nodes}{way}\n"
+        f"{units.tokens(job.tokens)} tokens a step: {passes} x {model.run.model.block_size} "
+        f"tokens on each GPU"
+    )
+
+
+def _memory(job: Job, predictions: Sequence[Prediction]) -> str:
+    head = ("", "parameters", "gradients", "state", "activations", "other", "peak", "")
+    rows: list[Sequence[str]] = [head]
+    for p in predictions:
+        m = p.memory
+        other = m.logits + m.gathered
+        rows.append((
+            p.label, *map(units.size, (m.parameters, m.gradients, m.state, m.activations, other)),
+            units.size(m.peak), verdict(job, p),
+        ))  # fmt: skip
+    return table(rows)
+
+
+def verdict(job: Job, p: Prediction) -> str:
+    if p.fits:
+        return f"fits, {units.size(p.room_bytes)} left"
+    return f"does not fit: {units.size(-p.room_bytes)} too much"
+
+
+def _optimizer(job: Job, predictions: Sequence[Prediction]) -> str:
+    head = (
+        "", "engine", "moves", "Newton–Schulz", "repeated", "owned", "max/mean", "sends", "step",
+        "naive",
+    )  # fmt: skip
+    rows: list[Sequence[str]] = [head]
+    for p in predictions:
+        work = p.iteration
+        if work is None:
+            cells = ("–",) * 5
+        elif p.name == "muon":
+            cells = (_flops(work.flops), units.seconds(work.naive_seconds), "–", "–",
+                     units.size(work.naive_sent_bytes))  # fmt: skip
+        else:
+            cells = (_flops(work.flops), units.seconds(work.naive_seconds),
+                     units.seconds(work.owned_seconds), f"{work.max_over_mean:.2f}",
+                     units.size(work.owned_sent_bytes))  # fmt: skip
+        rows.append((
+            p.label, p.engine, units.size(p.step_bytes), *cells, units.seconds(p.optimizer_seconds),
+            units.seconds(p.naive_optimizer_seconds),
+        ))  # fmt: skip
+    return table(rows, left=2)
+
+
+def _flops(count: float) -> str:
+    return f"{count / 1e12:.3g} TFLOP"
+
+
+def _step(predictions: Sequence[Prediction]) -> str:
+    rows: list[Sequence[str]] = [
+        ("", "compute", "sent", "not hidden", "optimizer", "step", "tokens/s", "optimizer's share")
+    ]
+    for p in predictions:
+        rows.append((
+            p.label, units.seconds(p.compute_seconds), units.size(p.traffic.sent_bytes),
+            units.seconds(p.exposed_seconds), units.seconds(p.optimizer_seconds),
+            units.seconds(p.step_seconds), units.tokens(p.tokens_per_second),
+            units.share(p.optimizer_share),
+        ))  # fmt: skip
+    return table(rows)
+
+
+def answer(job: Job, predictions: Sequence[Prediction]) -> str:
+    """Will it fit, and what does MARS cost there."""
+    gpu = f"{job.cluster.gpus} x {job.cluster.gpu.name}"
+    fitting = [p for p in predictions if p.fits]
+    if len(fitting) == len(predictions):
+        text = f"{job.model.name} fits on {gpu}"
+        text += " with every one of these optimizers" if len(predictions) > 1 else ""
+    elif fitting:
+        names = ", ".join(p.label for p in fitting)
+        text = f"{job.model.name} fits on {gpu} with {names} only"
+    else:
+        text = f"{job.model.name} does not fit on {gpu}"
+    sentences = [text + "."]
+    wanting = [p for p in predictions if not p.fits]
+    if wanting:
+        sentences.append(_remedy(job, wanting))
+    base = next((p for p in predictions if p.name == "adamw"), None)
+    if base is not None:
+        sentences += [_cost(p, base) for p in predictions if p is not base]
+    return "\n".join(sentences)
+
+
+def _remedy(job: Job, wanting: Sequence[Prediction]) -> str:
+    ways = []
+    now = _enough([p.fits_from_gpus for p in wanting])
+    if now is not None:
+        ways.append(f"{now} GPUs by fsdp2 hold it with each of them")
+    if job.micro_batch > 1:
+        ways.append("--micro-batch 1 needs less for activations")
+    if not job.recompute:
+        again = dataclasses.replace(job, recompute=True)
+        then = _enough([fits_from(again, OPTIMIZERS[p.name]) for p in wanting])
+        if then is not None and then != now:
+            ways.append(f"with --recompute {then} GPUs do")
+    if job.setting.state == "float32" and job.cluster.shards == 1:
+        ways.append("--state bfloat16 halves MARS's state")
+    return "Otherwise: " + ("; ".join(ways) or "a smaller model") + "."
+
+
+def _enough(counts: Sequence[int | None]) -> int | None:
+    """GPUs that are enough for all; None if for some no number is."""
+    found = [count for count in counts if count is not None]
+    return max(found) if found and len(found) == len(counts) else None
+
+
+def _cost(p: Prediction, base: Prediction) -> str:
+    more = p.memory.peak - base.memory.peak
+    time = p.step_seconds / base.step_seconds - 1
+    memory = f"{units.size(abs(more))} {'more' if more >= 0 else 'less'} a GPU"
+    memory = "the same memory" if abs(more) < 2**20 else memory
+    longer = f"{time:+.1%} of the step's time" if abs(time) >= 5e-4 else "no time"
+    text = f"{p.label} costs {memory} than AdamW and {longer}"
+    if p.iteration is not None and p.naive_optimizer_seconds > 1.02 * p.optimizer_seconds:
+        naive = p.step_seconds - p.optimizer_seconds + p.naive_optimizer_seconds
+        text += f" ({naive / base.step_seconds - 1:+.1%} if every rank repeats Newton–Schulz)"
+    return text.replace("the same memory than", "the same memory as") + "."
+
+
+def assumptions(job: Job) -> list[str]:
+    """What a reader must believe."""
+    g, setting = job.cluster.gpu, job.setting
+    measured = "measured" if g.name == "h200" else "measured on an H200, the same share assumed"
+    lines = [
+        f"forward and backward at {job.mfu:.1%} of {g.peak_flops_per_second / 1e12:.0f} TFLOP/s"
+        + (f" ({measured}, GPT-2 small)" if job.mfu == gpus.TRAINING_MFU else ""),
+        f"memory at {g.copy_bytes_per_second / 1e12:.2f} TB/s, products at "
+        f"{g.product_flops_per_second / 1e12:.0f} TFLOP/s ({measured})",
+        f"parameters of {setting.param_bytes} bytes, MARS's state {setting.state}; "
+        f"gradients clipped to a norm (by "
+        "clip_grad_norm_ for torch's, whose state has the parameters' dtype)",
+        "activations: 17 numbers of 16 bits a block, token and unit of width; head and loss in "
+        "chunks; 2 GiB for context and fragments",
+    ]
+    if job.cluster.gpus > 1:
+        lines += [
+            f"links {g.link_bytes_per_second / 1e9:.0f} GB/s a GPU in a node, "
+            f"{g.node_bytes_per_second / 1e9:.3g} GB/s out of it, at {gpus.LINK_SHARE:.0%}: "
+            "assumed, not measured",
+            f"gradients sent in {job.reduce_bytes} bytes; traffic hidden behind computing; what "
+            "Newton–Schulz sends (16 bits an element) is not hidden",
+        ]
+        if job.cluster.shards > 1 and setting.state != "float32":
+            lines.append("the library refuses fewer bits of state for shards (DTensor) as yet")
+        lines.append("consume_grads saves nothing: gradients are views of buckets and are copied")
+    return [*lines, f"{g.name}: {g.source}"]
+
+
+def errors(compared: Sequence[Compared], unmodelled: Sequence[str]) -> str:
+    """Predicted against measured, worst of each sort first told."""
+    rows: list[Sequence[str]] = [("measured on", "what", "quantity", "predicted", "was", "error")]
+    for c in compared:
+        mark = (" fitted" if c.fitted else "") + (" !" if abs(c.error) > LARGE else "")
+        rows.append((c.where, c.name, c.quantity, f"{c.predicted:.4g}", f"{c.measured:.4g}",
+                     f"{c.error:+.1%}{mark}"))  # fmt: skip
+    lines = [table(rows, left=3), ""]
+    for quantity in dict.fromkeys(c.quantity for c in compared):
+        for fitted in (False, True):
+            some = sorted(abs(c.error) for c in compared
+                          if c.quantity == quantity and c.fitted == fitted)  # fmt: skip
+            if some:
+                far = sum(error > LARGE for error in some)
+                lines.append(
+                    f"{quantity}, {'rows with fitted constants' if fitted else 'predicted'}: "
+                    f"{len(some)} rows, median {some[len(some) // 2]:.1%}, worst {some[-1]:.1%}, "
+                    f"{far} off by more than {LARGE:.0%}"
+                )
+    return "\n".join([*lines, "not modelled: " + "; ".join(unmodelled)])
