@@ -86,6 +86,12 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
+def furthest(first: Any, second: Any) -> float:
+    """The largest difference of two lists of tensors; NaN if there is one."""
+    pairs = zip(first, second, strict=True)
+    return float(torch.stack([(full(a) - full(b)).abs().max() for a, b in pairs]).max())
+
+
 @cache
 def mesh(*shape: int) -> DeviceMesh:
     names = ("replicate", "shard")[-len(shape) :]
@@ -140,10 +146,9 @@ def compare(
         optimizer = MARS(model.parameters(), **options)
     train(model, optimizer, mode, getattr(torch, dtype), world, halves)
     got = [full(p) for p in model.parameters()]
-    moved = max(float((a - b).abs().max()) for a, b in zip(expected, start, strict=True))
-    differ = max(float((a - b).abs().max()) for a, b in zip(got, expected, strict=True))
+    moved = furthest(expected, start)
     assert moved > 0.01
-    return differ / moved
+    return furthest(got, expected) / moved
 
 
 def compare_many(cases: list[tuple]) -> list[float]:
@@ -166,7 +171,7 @@ def given_gradients(
             q.grad = distribute_tensor(p.grad.clone(), over, placements)
         first.step()
         second.step()
-    return max(float((full(q) - p.detach()).abs().max()) for p, q in zip(plain, cut, strict=True))
+    return furthest(plain, cut)
 
 
 def summed_gradient() -> float:
@@ -186,7 +191,7 @@ def summed_gradient() -> float:
             p.grad = DTensor.from_local(own, over, [Partial()])
             for optimizer in both:
                 optimizer.step()
-        worst = max(worst, float((full(p) - plain.detach()).abs().max()))
+        worst = max(furthest([p], [plain]), worst)
     return worst
 
 
@@ -379,12 +384,33 @@ def diagnosed() -> tuple[list[float], list[float]]:
     return out[0], out[1]
 
 
-def differs_by_gamma(amount: float) -> float:
-    """The table's measure for a γ that is wrong by this much."""
-    right, wrong = (
-        alone({**OPTIONS, "gamma": OPTIONS["gamma"] + shift}, "approximate", "float64", False)
-        for shift in (0.0, amount)
-    )
-    start = list(make_model().parameters())
-    moved = max(float((a - b).abs().max()) for a, b in zip(right, start, strict=True))
-    return max(float((a - b).abs().max()) for a, b in zip(right, wrong, strict=True)) / moved
+def with_norms_of_parts(kind: str) -> float:
+    """The table's measure for the usual mistake: clipping by the norm of the part that is here."""
+    from mars import dispatch
+
+    right = dispatch.whole_norms
+    dispatch.whole_norms = lambda norms, _: [n.double() for n in norms]
+    try:
+        return compare("fsdp", {"mars_type": kind})
+    finally:
+        dispatch.whole_norms = right
+
+
+def zero_state() -> float:
+    """ZeRO's consolidated state, loaded by MARS in one process, which goes on alike."""
+    options = {**OPTIONS, "mars_type": "mars-m", "max_grad_norm": 0.5}
+    world = dist.get_world_size()
+    model = spread(make_model(), "ddp", world)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), MARS, ranks="partition", **options)
+    train(model, optimizer, "approximate", torch.float64, world, False)
+    plain = make_model()
+    plain.load_state_dict(model.module.state_dict())
+    optimizer.consolidate_state_dict(to=0)
+    saved = [copy.deepcopy(optimizer.state_dict()) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(saved)
+    one = MARS(plain.parameters(), **options)
+    one.load_state_dict(saved[0])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})  # carries `ranks`
+    train(model, optimizer, "approximate", torch.float64, world, False)
+    train(plain, one, "approximate", torch.float64, 1, False)
+    return furthest(model.parameters(), plain.parameters())

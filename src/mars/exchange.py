@@ -155,7 +155,6 @@ class _Scattered:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         costs = tuple(job.cost for job in jobs)
         count = min(ROUNDS, max(owner.count(rank) for rank in range(self.world)))
-        self.sent = 0  # bytes to other ranks, for those who measure
         turn = rounds(costs, owner, count)
         # Whose matrices go where in which round: indices, by owner.
         self.turns = [
@@ -173,7 +172,6 @@ class _Scattered:
 
     def _all_to_all(self, send: Tensor, sizes: list[int], out: list[int]) -> tuple[Tensor, Any]:
         received = send.new_empty(sum(out))
-        self.sent += (sum(sizes) - sizes[self.rank]) * send.element_size()
         work = dist.all_to_all_single(received, send, out, sizes, self.group, async_op=True)
         return received, (work, send)  # what is being sent must live as long
 
@@ -239,7 +237,6 @@ class _Shared:
         self.jobs, self.group = jobs, group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.own = [[i for i, rank in enumerate(owner) if rank == r] for r in range(self.world)]
-        self.sent = 0
 
     def finish(self) -> None:
         mine = [self.jobs[i] for i in self.own[self.rank]]
@@ -252,7 +249,6 @@ class _Shared:
         received = send.new_empty(self.world * longest)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(received, send, group=self.group)
-        self.sent += (self.world - 1) * send.numel() * send.element_size()
         for own, part in zip(self.own, received.split(longest), strict=True):
             shapes = [self.jobs[i].shape for i in own]
             length = sum(torch.Size(shape).numel() for shape in shapes)
