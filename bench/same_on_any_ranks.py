@@ -14,6 +14,8 @@ import sys
 from itertools import product
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from ranks import Ranks
@@ -42,7 +44,7 @@ def worst(ranks: Ranks, strategy: str, kind: str, precision: str) -> float:
         )
         if (strategy, mode) != ("zero", "closure")
     ]
-    return max(map(max, ranks.run("distributed_cases", "compare_many", cases)))
+    return float(torch.tensor(ranks.run("distributed_cases", "compare_many", cases)).max())
 
 
 def main() -> None:
