@@ -16,6 +16,8 @@ LAYERS = {
     "mars.engines": 1,
     "mars.options": 1,
     "mars.state": 2,
+    "mars.sharding": 1,
+    "mars.exchange": 3,
     "mars.dispatch": 3,
     "mars.exact": 3,
     "mars.groups": 3,

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from mars import exchange
 from mars.dispatch import (
     capturing,
     clip_gradients,
+    clip_lengths,
     engine_for,
-    global_length,
     new_batch,
     one_launch,
     shares_norm,
 )
-from mars.engines import CELLS, Batch
+from mars.engines import CELLS, Batch, foreach
 from mars.plan import Plan
+from mars.rule import KINDS
+from mars.sharding import Ranks, flops, matrix_shape
 
 if TYPE_CHECKING:
     from mars.optimizer import MARS
@@ -63,18 +69,23 @@ def _batches(optimizer: MARS, may_fuse: bool) -> tuple[list[tuple[Batch, str]], 
         columns: list[list[Any]] = [[] for _ in range(11)]
         kinds: list[str] = []
         fused: list[bool] = []
-        optimizer._init_group(group, may_fuse, kinds, fused, *columns)
+        layouts: list[Any] = []
+        optimizer._init_group(group, may_fuse, kinds, fused, layouts, *columns)
         x, t = columns[0], columns[2]
         split: dict[Any, int] = {}
         other = engine_for(group, x)
         for i, kind in enumerate(kinds):
-            key = (kind, x[i].device, x[i].dtype, fused[i])
+            spread = layouts[i] is not None
+            key = (kind, x[i].device, x[i].dtype, fused[i], spread)
             if key not in split:
                 split[key] = len(batches)
                 batch = new_batch(kind, group, index, x[i], t[i], fused[i])
-                batches.append((batch, "fused" if fused[i] else other))
+                engine = "foreach" if spread or _shared(optimizer, batch) else other
+                batches.append((batch, "fused" if fused[i] else engine))
                 members.append([])
             batches[split[key]][0].add(*(column[i] for column in columns))
+            if spread:
+                batches[split[key]][0].layouts.append(layouts[i])
             members[split[key]].append(x[i])
     for batch, _ in batches:
         batch.view_complex_as_real()
@@ -82,20 +93,69 @@ def _batches(optimizer: MARS, may_fuse: bool) -> tuple[list[tuple[Batch, str]], 
 
 
 def step_batches(optimizer: MARS, batches: list[tuple[Batch, str]]) -> None:
-    """Step what is not fused."""
+    """Step what is not fused.
+
+    Matrices that other ranks work on travel while this rank steps everything else.
+    """
+    groups, ranks, observer = optimizer.param_groups, optimizer._ranks, optimizer._observer
     wide = [(b.widened() if b.lean() else b, name) for b, name in batches]
-    norm = clip_gradients(batch for batch, _ in wide)
+    norm = clip_gradients((batch for batch, _ in wide), groups, ranks)
     if norm is not None:
         optimizer._grad_norm = norm
-    length = global_length(wide)
-    for (narrow, name), (batch, _) in zip(batches, wide, strict=True):
-        clip_by = None
-        if batch.k.clip == "global" and batch.h:
-            clip_by = length[batch.x[0].device].to(batch.m[0].dtype)
-        if optimizer._observer is not None:
-            optimizer._observer.before(batch, clip_by)
-        CELLS[name](batch, clip_by)
-        if optimizer._observer is not None:
-            optimizer._observer.after(batch)
+    lengths = clip_lengths(wide, groups, ranks)
+    away = [_shared(optimizer, batch) for batch, _ in wide]
+    finish = None
+    if observer is None and any(away):
+        travellers = [(wide[i][0], lengths[i]) for i, gone in enumerate(away) if gone]
+        finish = _sent(travellers, ranks)
+    for (batch, name), clip_by, gone in zip(wide, lengths, away, strict=True):
+        if gone and observer is None:
+            continue
+        if observer is not None:
+            observer.before(batch, clip_by)
+        if gone:
+            _sent([(batch, clip_by)], ranks)()
+        else:
+            CELLS[name](batch, clip_by)
+        if observer is not None:
+            observer.after(batch)
+    if finish is not None:
+        finish()
+    for (narrow, _), (batch, _) in zip(batches, wide, strict=True):
         if batch is not narrow:
             narrow.narrow(batch)
+
+
+def _sent(travellers: list[tuple[Batch, Tensor | None]], ranks: Ranks) -> Callable[[], None]:
+    """Average the momenta and send them to their owners; calling the result ends the step."""
+    batches = [batch for batch, _ in travellers]
+    jobs = [_jobs(batch, foreach.begin(batch, length)[0]) for batch, length in travellers]
+    arrive = exchange.start(list(chain(*jobs)), ranks)
+
+    def finish() -> None:
+        arrive()
+        for batch, own in zip(batches, jobs, strict=True):
+            shapes = [matrix_shape(job.shape) for job in own]
+            foreach.finish(batch, foreach.scaled(batch, [job.arrived() for job in own], shapes))
+
+    return finish
+
+
+def _jobs(batch: Batch, m: list[Tensor]) -> list[exchange.Job]:
+    """Newton–Schulz in 16 bits rounds its result, and MARS-M its input: no more need be sent."""
+    wide, short = m[0].dtype, getattr(torch, batch.k.ns.dtype)
+    back = short if short.itemsize < wide.itemsize else wide
+    there = back if batch.kind == "mars-m" else wide
+    solve = partial(foreach.orthogonal, batch)
+    jobs = []
+    for i, part in enumerate(m):
+        layout = batch.layouts[i] if batch.layouts else None
+        shape = tuple(part.shape) if layout is None else layout.shape
+        cost = flops(batch.kind, shape, batch.k.ns.steps)
+        jobs.append(exchange.Job(part, shape, layout, cost, solve, there, back))
+    return jobs
+
+
+def _shared(optimizer: MARS, batch: Batch) -> bool:
+    """Whether ranks share the Newton–Schulz of this batch."""
+    return KINDS[batch.kind].matrix and (bool(batch.layouts) or optimizer._ranks.replicate)

@@ -16,6 +16,7 @@ from mars.groups import format_table
 from mars.rule import KINDS
 from mars.rule.estimator import correct, kappa, norm
 from mars.rule.halves import join
+from mars.sharding import whole_sums
 
 if TYPE_CHECKING:
     from mars.optimizer import MARS
@@ -118,6 +119,8 @@ class Diagnosis:
         group = self._groups[batch.group]
         group.kappa = float(kappa(batch.k.gamma, batch.k.beta1))
         wide = batch.m[0].dtype
+        lengths: list[Tensor] = []  # ‖c‖², ‖g‖², ‖h‖² and g·h of each tensor, or of its part here
+        layouts: list[Any] = []
         for i, g in enumerate(batch.g):
             key = batch.t[i]  # one a parameter, written in place, never a view
             h = batch.h[i] if batch.h else self._last.get(key)
@@ -127,22 +130,32 @@ class Diagnosis:
                 continue  # no last gradient yet: c = (1+κ)g says nothing about noise
             g, h = g.to(wide), h.to(wide)
             c = correct(g, h, batch.k.gamma, batch.k.beta1)
-            c_norm = norm(c)
-            group.c_norm.append(c_norm)
-            if batch.k.clip is not None:
-                group.clipped.append((c_norm if length is None else length) > 1.0)
-            group.cosine.append((g * h).sum() / (norm(g) * norm(h)))
+            lengths += [norm(v).double().square() for v in (c, g, h)]
+            lengths.append((g * h).sum())
+            layouts += [batch.layouts[i] if batch.layouts else None] * 4
             if key not in group.tensors:
                 group.tensors[key] = _Tensor.of(g, c)
             group.tensors[key].add(g, c)
+        whole = whole_sums(lengths, layouts)
+        for cc, gg, hh, gh in zip(*(whole[i::4] for i in range(4)), strict=True):
+            group.c_norm.append(cc.sqrt())
+            if batch.k.clip is not None:
+                shared = length if batch.k.clip == "global" else None
+                group.clipped.append((cc.sqrt() if shared is None else shared) > 1.0)
+            group.cosine.append(gh / (gg * hh).sqrt())
 
     @torch.no_grad()
     def after(self, batch: Batch) -> None:
         """Called by the optimizer with what it has stepped."""
         group = self._groups[batch.group]
-        for old, new in zip(self._before, _values(batch), strict=True):
-            group.moved.append((new - old).double().square().sum())
-            group.elements += old.numel()
+        pairs = zip(self._before, _values(batch), strict=True)
+        moved = [(new - old).double().square().sum() for old, new in pairs]
+        layouts = batch.layouts or [None] * len(moved)
+        group.moved += whole_sums(moved, layouts)
+        group.elements += sum(
+            x.numel() if layout is None else math.prod(layout.shape)
+            for x, layout in zip(batch.x, layouts, strict=True)
+        )
         self._before = []
 
     @property
@@ -208,7 +221,7 @@ def diagnose(optimizer: MARS) -> Diagnosis:
     gradient, over the observed steps (take twenty or so; parameters should move little between
     them). In approximate mode it is near (1+κ)² + κ², in exact mode near 1. ``cos(g, h)`` says
     whether the two gradients have anything in common, ``clipped`` how often the clip acts. What
-    to do about it: docs/math.md.
+    to do about it: docs/math.md. Of sharded tensors, ``Var(c)/Var(g)`` is that of this rank's part.
 
     Args:
         optimizer: a :class:`mars.MARS`.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from mars.options import LEAN_BUFFERS, ratio_1d, state_format
 from mars.rule import KINDS, Hyper
 from mars.rule.estimator import Scalar
 from mars.rule.newton_schulz import NewtonSchulz
+from mars.sharding import ALONE, Ranks, whole_norms
 from mars.state import kind_of, needs_last_grad
 
 Group = dict[str, Any]
@@ -63,7 +65,7 @@ def _no_device(device: torch.device) -> str | None:
     return None if capability >= (7, 0) else f"compute capability {capability}: it needs 7.0"
 
 
-def why_not_fused(group: Group, p: Tensor) -> str | None:
+def why_not_fused(group: Group, p: Tensor, ranks: Ranks = ALONE) -> str | None:
     """Why this tensor of this group is not stepped by the fused engine; None if it is."""
     if group["fused"] is False or (group["fused"] is None and group["foreach"] is not None):
         return "fused=False" if group["fused"] is False else f"foreach={group['foreach']}"
@@ -75,6 +77,10 @@ def why_not_fused(group: Group, p: Tensor) -> str | None:
         return reason
     if type(p.data) is not Tensor:
         return f"a {type(p.data).__name__}"
+    if ranks.replicate and KINDS[kind_of(p, group)].matrix:
+        return "ranks share Newton–Schulz"
+    if ranks.partition and shares_norm(group, p):
+        return "a norm over the tensors of all ranks"
     if p.dtype not in FUSED_DTYPES:
         return f"{p.dtype}: it takes float32, bfloat16 and float16"
     if not p.is_contiguous():
@@ -157,44 +163,84 @@ def new_batch(kind: str, group: Group, index: int, x: Tensor, t: Tensor, fused: 
     return batch
 
 
-def _total(norms: dict[torch.device, list[Tensor]]) -> dict[torch.device, Tensor]:
-    """√Σ of squares of norms, on each device that has some."""
-    if not norms:
-        return {}
-    home = next(iter(norms))
-    parts = [torch.stack([n.double() for n in own]).to(home) for own in norms.values()]
-    total = torch.linalg.vector_norm(torch.cat(parts))
-    return {device: total.to(device) for device in norms}
+def _whole(norms: Sequence[Sequence[Tensor]], batches: Sequence[Batch]) -> list[list[Tensor]]:
+    """The norms of whole tensors, batch by batch, from those of the parts that are here."""
+    layouts = [b.layouts or [None] * len(b.x) for b in batches]
+    if not any(b.layouts for b in batches):
+        return [list(own) for own in norms]
+    flat = iter(whole_norms(list(chain(*norms)), list(chain(*layouts))))
+    return [[next(flat) for _ in own] for own in norms]
 
 
-def global_length(batches: Iterable[tuple[Batch, str]]) -> dict[torch.device, Tensor]:
-    """One norm over all corrected tensors of the groups with clip="global", on each device."""
-    lengths: dict[torch.device, list[Tensor]] = {}
-    for batch, engine in batches:
-        if batch.k.clip == "global" and batch.h:
-            lengths.setdefault(batch.x[0].device, []).extend(NORMS[engine](batch))
-    return _total(lengths)
+def _total(norms: Sequence[Tensor], ranks: Ranks, home: torch.device) -> Tensor:
+    """√Σ of squares of norms."""
+    if norms:
+        home = norms[0].device
+        parts: dict[torch.device, list[Tensor]] = {}
+        for n in norms:
+            parts.setdefault(n.device, []).append(n.double())
+        stacks = [torch.stack(own).to(home) for own in parts.values()]
+        own = torch.linalg.vector_norm(torch.cat(stacks))
+    else:
+        own = torch.zeros((), dtype=torch.float64, device=home)
+    return ranks.norm(own)
 
 
-def clip_gradients(batches: Iterable[Batch]) -> Tensor | None:
+def clip_lengths(
+    batches: Sequence[tuple[Batch, str]], groups: Sequence[Group], ranks: Ranks
+) -> list[Tensor | None]:
+    """What each batch is clipped by, where its engine cannot know: the rest is None.
+
+    With clip="global" one norm over all corrected tensors; of sharded tensors their own norms.
+    """
+    asked = [
+        bool(b.h) and (b.k.clip == "global" or (b.k.clip == "tensor" and bool(b.layouts)))
+        for b, _ in batches
+    ]
+    own = [b for (b, _), yes in zip(batches, asked, strict=True) if yes]
+    norms = _whole([NORMS[e](b) for (b, e), yes in zip(batches, asked, strict=True) if yes], own)
+    shared = [n for b, part in zip(own, norms, strict=True) if b.k.clip == "global" for n in part]
+    total = None
+    if shared or (ranks.partition and any(g["clip"] == "global" for g in groups)):
+        total = _total(shared, ranks, _home(groups))
+    lengths = iter(norms)
+    out: list[Tensor | None] = []
+    for (b, _), yes in zip(batches, asked, strict=True):
+        each = next(lengths) if yes else []
+        if yes and b.k.clip == "global":
+            assert total is not None
+            out.append(total.to(b.x[0].device, b.m[0].dtype))
+        else:
+            out.append(torch.stack(each).to(b.m[0].dtype) if yes else None)
+    return out
+
+
+def _home(groups: Sequence[Group]) -> torch.device:
+    devices = (p.device for g in groups for p in g["params"])
+    return next(devices, torch.device("cpu"))
+
+
+def clip_gradients(
+    batches: Iterable[Batch], groups: Sequence[Group], ranks: Ranks
+) -> Tensor | None:
     """For groups with max_grad_norm: gradients shrunk by one norm over all of them; that norm.
 
     As torch.nn.utils.clip_grad_norm_, but p.grad stays what it is (unless the step consumes it).
     """
     clipped = [batch for batch in batches if batch.max_grad_norm is not None]
-    norms: dict[torch.device, list[Tensor]] = {}
-    for batch in clipped:
-        own = norms.setdefault(batch.x[0].device, [])
-        own.extend(torch._foreach_norm([g.to(batch.m[0].dtype) for g in batch.g]))
-    totals = _total(norms)
+    asked = any(g["max_grad_norm"] is not None for g in groups)
+    if not clipped and not (ranks.partition and asked):
+        return None
+    norms = [torch._foreach_norm([g.to(b.m[0].dtype) for g in b.g]) for b in clipped]
+    total = _total(list(chain(*_whole(norms, clipped))), ranks, _home(groups))
     for batch in clipped:
         assert batch.max_grad_norm is not None
         wide = batch.m[0].dtype
-        length = totals[batch.x[0].device]
+        length = total.to(batch.x[0].device)
         factor = (batch.max_grad_norm / (length + 1e-6)).clamp(max=1.0).to(wide)
         taken = list(batch.g)
         batch.g[:] = [g.to(wide) * factor for g in taken]
         if batch.consume:  # they will be the last gradients
             for g, clipped_g in zip(taken, batch.g, strict=True):
                 g.copy_(clipped_g)
-    return next(iter(totals.values()), None)
+    return total

@@ -50,6 +50,12 @@ def evaluate(optimizer: MARS, closure: Callable[[], Any]) -> Any:
     corrected = _corrected(optimizer)
     if not corrected:
         return closure()
+    if optimizer._ranks.partition:
+        raise RuntimeError(
+            'exact mode with a closure needs all parameters here, and with ranks="partition" this '
+            "rank has some: call update_previous_grad() and update_last_grad() of the optimizer "
+            "inside instead (docs/distributed.md)"
+        )
     moved = {p: own["last_param"] for p, own in _states(optimizer) if "last_param" in own}
     if moved:
         _evaluate_there(optimizer, closure, moved)

@@ -6,6 +6,9 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from mars.dispatch import engine_for, one_launch, shares_norm, why_not_fused
+from mars.exchange import plan_text
+from mars.rule import KINDS
+from mars.sharding import layout_of
 from mars.state import kind_of
 
 if TYPE_CHECKING:
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
 def explain(optimizer: MARS) -> str:
     """A table of engines: a line for each group, rule, engine and reason.
 
+    Where ranks share Newton–Schulz, a second one says who orthogonalises what.
+
     Example:
         >>> import torch, mars
         >>> print(mars.explain(mars.MARS(torch.nn.Linear(4, 2).parameters())))
@@ -23,7 +28,7 @@ def explain(optimizer: MARS) -> str:
         0      plain-adamw        1  reference  on cpu: it needs a CUDA device
     """
     pairs = [(i, g, p) for i, g in enumerate(optimizer.param_groups) for p in g["params"]]
-    reasons = [why_not_fused(group, p) for _, group, p in pairs]
+    reasons = [why_not_fused(group, p, optimizer._ranks) for _, group, p in pairs]
     if optimizer._observer is not None:
         reasons = ["mars.diagnose is watching"] * len(pairs)
     both = [(group, p) for _, group, p in pairs]
@@ -34,11 +39,15 @@ def explain(optimizer: MARS) -> str:
     lines: Counter[tuple[str, ...]] = Counter()
     for (i, group, p), reason in zip(pairs, reasons, strict=True):
         engine = "fused" if reason is None else engine_for(group, group["params"])
+        if layout_of(p, group) or (optimizer._ranks.replicate and KINDS[kind_of(p, group)].matrix):
+            engine = "foreach"
         lines[str(group.get("name", i)), kind_of(p, group), engine, reason or ""] += 1
     rows = [("group", "rule", "tensors", "engine", "why not fused")]
     rows += [(name, kind, str(n), engine, why) for (name, kind, engine, why), n in lines.items()]
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "\n".join(
+    table = "\n".join(
         f"{a:{widths[0]}}  {b:{widths[1]}}  {n:>{widths[2]}}  {e:{widths[3]}}  {why}".rstrip()
         for a, b, n, e, why in rows
     )
+    plan = plan_text(optimizer.param_groups, optimizer._ranks)
+    return f"{table}\n\n{plan}" if plan else table

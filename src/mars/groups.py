@@ -11,6 +11,7 @@ parameter  shape    count  group       trained by   lr     weight_decay
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -18,9 +19,11 @@ from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
 
-from mars.options import check_known, check_values
+from mars.options import SMALLEST_BASE_LR, check_known, check_values
 from mars.rule import KINDS
 from mars.state import kind_of
+
+logger = logging.getLogger("mars")
 
 Destination = str | dict[str, Any]
 Route = tuple[str | Callable[[str, Tensor], bool], Destination]
@@ -33,6 +36,27 @@ ROUTED_BY = {"mars_type": "mars-adamw", "matrix_rule": "2d", "optimize_1d": Fals
 
 _EMBEDDING = re.compile(r"(^|[._])(wte|wpe|emb|(tok|pos|patch)?_?embed\w*|cls_token)([._]|$)")
 _HEAD = re.compile(r"(^|\.)(lm_head|head|heads|classifier|score|embed_out)(\.|$)|^(fc|output)\.")
+
+
+DEFAULT_LR_1D = 3e-3
+
+
+def warn_about_vectors(groups: Iterable[dict[str, Any]], lr: float, lr_1d: float) -> None:
+    """A small lr beside the default lr_1d is a trap: most people mean both."""
+    if lr_1d != DEFAULT_LR_1D or not SMALLEST_BASE_LR < lr < lr_1d / 20:
+        return
+    vectors = sum(
+        kind_of(p, group) != group["mars_type"] and not group["optimize_1d"]
+        for group in groups
+        for p in group["params"]
+        if group["lr_1d"] == lr_1d
+    )
+    if vectors:
+        logger.warning(
+            "lr=%g is for matrices. %d tensors that are none (biases, norms, convolutions) are "
+            "trained by AdamW at lr_1d=%g, %.0f times more: set lr_1d, or use MARS.from_adamw",
+            lr, vectors, lr_1d, lr_1d / lr,
+        )  # fmt: skip
 
 
 class ParamGroups(list[dict[str, Any]]):

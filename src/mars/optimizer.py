@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -19,20 +18,15 @@ from mars import exact, state
 from mars.collect import collect, step_batches
 from mars.dispatch import capturing, one_launch, shares_norm, why_not_fused
 from mars.engines import Batch
-from mars.groups import resolve
-from mars.options import (
-    SMALLEST_BASE_LR,
-    as_float,
-    check_known,
-    check_values,
-    plain_numbers,
-)
+from mars.groups import DEFAULT_LR_1D, resolve, warn_about_vectors
+from mars.options import as_float, check_known, check_values, plain_numbers
 from mars.plan import Plan
+from mars.sharding import Ranks, gradient, is_sharded, layout_of, local
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Group = dict[str, Any]
-logger = logging.getLogger("mars")
-
-DEFAULT_LR_1D = 3e-3
 
 
 class MARS(Optimizer):
@@ -92,6 +86,11 @@ class MARS(Optimizer):
         max_grad_norm: clip gradients by their norm over all groups that set it, as
             ``torch.nn.utils.clip_grad_norm_`` would before the step, without touching ``p.grad``;
             the norm is :attr:`grad_norm`.
+        ranks: what plain tensors are on many processes (DTensors say it themselves): None, each
+            process steps all it has; ``"replicate"``, all have the same (DDP), and share out
+            Newton–Schulz; ``"partition"``, each has others (ZeroRedundancyOptimizer), and norms
+            over all tensors are summed over processes. Not saved: see docs/distributed.md.
+        process_group: the processes meant by ``ranks``; None: all of them.
         state_dtype: keep moments and last gradients in ``"bfloat16"`` (6 bytes a parameter instead
             of 12) or ``"8bit"`` (3 bytes); or a dict by buffer, as ``{"last_grad": "bfloat16"}``.
 
@@ -138,7 +137,10 @@ class MARS(Optimizer):
         consume_grads: bool = False,
         max_grad_norm: float | None = None,
         state_dtype: str | dict[str, str] | None = None,
+        ranks: str | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
+        self._ranks = Ranks.checked(ranks, process_group)
         defaults: Group = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "amsgrad": amsgrad, "gamma": gamma, "is_approx": is_approx, "mars_type": mars_type,
@@ -156,25 +158,7 @@ class MARS(Optimizer):
         defaults["base_lr"] = as_float(lr)
         super().__init__(params, defaults)
         self._reset_private()
-        self._warn_about_vectors()
-
-    def _warn_about_vectors(self) -> None:
-        """A small lr beside the default lr_1d is a trap: most people mean both."""
-        lr, lr_1d = self.defaults["base_lr"], self.defaults["lr_1d"]
-        if lr_1d != DEFAULT_LR_1D or not SMALLEST_BASE_LR < lr < lr_1d / 20:
-            return
-        vectors = sum(
-            state.kind_of(p, group) != group["mars_type"] and not group["optimize_1d"]
-            for group in self.param_groups
-            for p in group["params"]
-            if group["lr_1d"] == lr_1d
-        )
-        if vectors:
-            logger.warning(
-                "lr=%g is for matrices. %d tensors that are none (biases, norms, convolutions) are "
-                "trained by AdamW at lr_1d=%g, %.0f times more: set lr_1d, or use MARS.from_adamw",
-                lr, vectors, lr_1d, lr_1d / lr,
-            )  # fmt: skip
+        warn_about_vectors(self.param_groups, self.defaults["base_lr"], lr_1d)
 
     def _reset_private(self) -> None:
         self._observer: Any = getattr(self, "_observer", None)  # see mars.diagnostics
@@ -191,7 +175,7 @@ class MARS(Optimizer):
         """Add a group; its options are checked before anything is changed."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
-        group = resolve(param_group, self.defaults)
+        group = self._ranks.without(resolve(param_group, self.defaults))
         check_known(group, f"parameter group {len(self.param_groups)}")
         if group.get("weight_decay", 1.0) == 0.0:
             group.setdefault("weight_decay_1d", 0.0)
@@ -205,10 +189,13 @@ class MARS(Optimizer):
         super().add_param_group(plain_numbers(group, differentiable))
         added = self.param_groups[-1]
         for p in added["params"] if added["fused"] else ():
-            reason = why_not_fused(added, p)
+            reason = why_not_fused(added, p, self._ranks)
             if reason is not None and p.is_contiguous():
                 del self.param_groups[-1]
                 raise RuntimeError(f"`fused=True` is not possible for a parameter: {reason}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_ranks": Ranks(self._ranks.mode)}
 
     def __setstate__(self, state_: dict[str, Any]) -> None:
         super().__setstate__(state_)
@@ -328,7 +315,7 @@ class MARS(Optimizer):
     def _is_fused(self, group: Group, p: Tensor) -> bool:
         g = p.grad
         dense = g is not None and g.dtype == p.dtype and g.is_contiguous()
-        return dense and why_not_fused(group, p) is None
+        return dense and why_not_fused(group, p, self._ranks) is None
 
     def _check_capture(self) -> None:
         """torch's check that a CUDA graph capture and ``capturable`` agree (renamed in 2.12)."""
@@ -350,6 +337,7 @@ class MARS(Optimizer):
                         "MARS does not support sparse gradients. Use nn.Embedding(sparse=False), "
                         "or train this parameter with torch.optim.SparseAdam"
                     )
+                layout_of(p, group)  # refuses what cannot be
                 if group["differentiable"] and p.dtype in state.LOW_HALF:
                     raise RuntimeError(
                         f"differentiable=True needs float32 or float64 parameters, not {p.dtype}: "
@@ -364,7 +352,7 @@ class MARS(Optimizer):
 
     def _init_group(
         self, group: Group, may_fuse: bool, kinds: list[str], fused: list[bool],
-        *columns: list[Any],
+        layouts: list[Any], *columns: list[Any],
     ) -> None:  # fmt: skip
         """Fill the lists for the parameters that have a gradient; make the state they miss.
 
@@ -375,6 +363,7 @@ class MARS(Optimizer):
         for p in group["params"]:
             if p.grad is None:
                 continue
+            sharded = is_sharded(p)
             kind = state.kind_of(p, group)
             own = self.state[p]
             if (kind, p.dtype) not in needed:
@@ -390,9 +379,11 @@ class MARS(Optimizer):
             state.complete(own, p, names)
             if fuse:
                 state.straighten(own, p)
-            row = (p, p.grad, own["step"], *(own[n] if n in names else None for n in state.ROW))
+            g = gradient(p, group) if sharded else p.grad
+            row = (p, g, own["step"], *(own[n] if n in names else None for n in state.ROW))
             low = own.get(state.LOW_HALF.get(p.dtype, ""))
             for column, value in zip(columns, (*row, low), strict=True):
-                column.append(value)
+                column.append(local(p, value, group) if sharded else value)
+            layouts.append(layout_of(p, group) if sharded else None)
             kinds.append(kind)
             fused.append(fuse)

@@ -12,6 +12,7 @@ from torch import Tensor
 from mars.options import check_values, state_format
 from mars.rule import KINDS, formats
 from mars.rule.formats import GROUP
+from mars.sharding import is_sharded
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
@@ -143,6 +144,7 @@ def consume_gradients(optimizer: Optimizer, copied: bool = False) -> None:
 
 def _owns_its_memory(g: Tensor, h: Tensor) -> bool:
     """Whether g can take h's place: memory of its own, laid out alike."""
+    g, h = getattr(g, "_local_tensor", g), getattr(h, "_local_tensor", h)
     return (
         g.stride() == h.stride()
         and not g._is_view()
@@ -256,6 +258,11 @@ def _check_buffers(who: str, p: Tensor, saved: Mapping[str, Any], group: Mapping
                 raise ValueError(
                     f"state of {who}: {name} has {value.numel()} elements for {p.numel()} codes"
                 )
+        elif name in required and is_sharded(p) and not is_sharded(value):
+            raise ValueError(
+                f"state of {who}: {name} is a plain tensor, and the parameter a DTensor. Load by "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which shards it"
+            )
         elif isinstance(value, Tensor) and value.shape != p.shape:
             raise ValueError(
                 f"state of {who}: {name} has shape {tuple(value.shape)}, the parameter "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class Batch:
     m_exp: list[Tensor] = field(default_factory=list)  # exponents of buffers of 8 bits
     v_exp: list[Tensor] = field(default_factory=list)
     h_exp: list[Tensor] = field(default_factory=list)
+    layouts: list[Any] = field(default_factory=list)  # of sharded tensors, see mars.sharding
 
     def add(self, *row: Tensor | None) -> None:
         """Append one tensor with its buffers, in the order of the lists."""
@@ -109,6 +110,9 @@ def _narrow(
 
 
 class Cell(Protocol):
-    """Steps a batch in place; ``length`` is the global norm to clip by, None for each its own."""
+    """Steps a batch in place.
+
+    ``length`` is what to clip by: one norm, or one a tensor (1-D); None: each tensor by its own.
+    """
 
     def __call__(self, batch: Batch, length: Tensor | None) -> None: ...

@@ -56,11 +56,9 @@ def _estimate(batch: Batch, length: Tensor | None) -> tuple[list[Tensor], list[T
         return m, c
     c = _corrected(batch)
     if k.clip is not None:
-        if length is None:
-            lengths = torch.stack(torch._foreach_norm(c)).clamp(min=1.0)
-            torch._foreach_div_(c, list(lengths.unbind()))
-        else:
-            torch._foreach_div_(c, length.clamp(min=1.0))
+        lengths = torch.stack(torch._foreach_norm(c)) if length is None else length
+        lengths = lengths.clamp(min=1.0)
+        torch._foreach_div_(c, list(lengths.unbind()) if lengths.ndim else lengths)
     if k.maximize:
         torch._foreach_neg_(c)
     torch._foreach_lerp_(batch.m, c, 1.0 - float(k.beta1))
@@ -91,23 +89,36 @@ def _lion(batch: Batch, m: list[Tensor], c: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_sign(m))
 
 
-def _orthogonal(batch: Batch, m: list[Tensor], c: list[Tensor]) -> list[Tensor]:
+def orthogonal(batch: Batch, matrices: list[Tensor]) -> list[Tensor]:
     """Newton–Schulz on stacks of matrices of one shape."""
     k = batch.k
     stacks: dict[tuple[int, int], list[int]] = defaultdict(list)
-    matrices = [tensor.flatten(1) for tensor in m]
     for i, matrix in enumerate(matrices):
         stacks[matrix.shape[0], matrix.shape[1]].append(i)
-    u = list(m)
+    out = list(matrices)
     for members in stacks.values():
         stack = torch.stack([matrices[i] for i in members])
         if batch.kind == "mars-shampoo":
-            stack = shampoo.direction(stack, k.beta1, k.eps, k.ns)
+            stack = shampoo.orthogonal(stack, k.beta1, k.eps, k.ns)
         else:
-            stack = moonlight.direction(stack, k.ns)
+            stack = k.ns.muon(stack)
         for i, matrix in zip(members, stack.unbind(), strict=True):
-            u[i] = matrix.reshape(m[i].shape)
-    return u
+            out[i] = matrix
+    return out
+
+
+def scaled(batch: Batch, matrices: list[Tensor], shapes: list[tuple[int, int]]) -> list[Tensor]:
+    """u from (parts of) orthogonal matrices of these shapes, freshly allocated."""
+    scale = shampoo.scale if batch.kind == "mars-shampoo" else moonlight.scale
+    wide = [matrix.to(m.dtype) for matrix, m in zip(matrices, batch.m, strict=True)]
+    return list(torch._foreach_mul(wide, [scale(*shape) for shape in shapes]))
+
+
+def _orthogonal(batch: Batch, m: list[Tensor], c: list[Tensor]) -> list[Tensor]:
+    matrices = [tensor.flatten(1) for tensor in m]
+    shapes = [(matrix.shape[0], matrix.shape[1]) for matrix in matrices]
+    u = scaled(batch, orthogonal(batch, matrices), shapes)
+    return [matrix.reshape(tensor.shape) for matrix, tensor in zip(u, m, strict=True)]
 
 
 DIRECTIONS = {
@@ -120,14 +131,22 @@ DIRECTIONS = {
 
 
 def step(batch: Batch, length: Tensor | None) -> None:
-    k = batch.k
+    m, c = begin(batch, length)
+    finish(batch, DIRECTIONS[batch.kind](batch, m, c))
+
+
+def begin(batch: Batch, length: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+    """The elementwise part before the direction: (m, c̃)."""
     if batch.host_t:
         torch._foreach_add_(batch.t, _ONE, alpha=1.0)  # a number would be wrapped once a tensor
     else:
         torch._foreach_add_(batch.t, 1)
-    m, c = _estimate(batch, length)
-    u = DIRECTIONS[batch.kind](batch, m, c)
-    x = batch.x
+    return _estimate(batch, length)
+
+
+def finish(batch: Batch, u: list[Tensor]) -> None:
+    """The elementwise part after it; u is overwritten."""
+    k, x = batch.k, batch.x
     if batch.low:
         x = [join(high, low) for high, low in zip(batch.x, batch.low, strict=True)]
     if k.decay != 0:  # a float: tensor decay is for differentiable steps, which loop
@@ -141,8 +160,4 @@ def step(batch: Batch, length: Tensor | None) -> None:
         for half, value in zip((high, low), split(wide, high.dtype), strict=True):
             half.copy_(value)
     if batch.h and batch.keep_g:
-        if type(batch.h[0]) is Tensor:
-            torch._foreach_copy_(batch.h, batch.g)
-        else:  # DTensor has no sharding rule for the multi-tensor copy
-            for h, g in zip(batch.h, batch.g, strict=True):
-                h.copy_(g)
+        torch._foreach_copy_(batch.h, batch.g)

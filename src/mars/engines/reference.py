@@ -31,7 +31,7 @@ def step(batch: Batch, length: Tensor | None) -> None:
             start = Moments._make(s if s is None else s.clone() for s in state)
         wide, new = update(
             batch.kind, wide, g.to(wide.dtype), None if h is None else h.to(wide.dtype),
-            start, t, batch.k, length,
+            start, t, batch.k, length[i] if length is not None and length.ndim else length,
         )  # fmt: skip
         for old, value in zip(state, new, strict=True):
             if old is not None and value is not None:

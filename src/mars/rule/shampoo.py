@@ -15,10 +15,12 @@ def scale(rows: int, cols: int) -> float:
     return math.sqrt(max(1.0, rows / cols)) if cols else 1.0
 
 
-def direction(m: Tensor, beta1: Scalar, eps: float, ns: NewtonSchulz) -> Tensor:
-    """u = √max(1, rows/cols)·NS(m/(1−β₁)) for a matrix m (or a stack of them).
+def orthogonal(m: Tensor, beta1: Scalar, eps: float, ns: NewtonSchulz) -> Tensor:
+    """NS(m/(1−β₁)). The iteration normalises, so that 1/(1−β₁) matters only beside ε."""
+    return ns.shampoo(m / (1.0 - beta1), eps)
 
-    The iteration normalises, so that 1/(1−β₁) matters only beside ε.
-    """
+
+def direction(m: Tensor, beta1: Scalar, eps: float, ns: NewtonSchulz) -> Tensor:
+    """u = √max(1, rows/cols)·NS(m/(1−β₁)) for a matrix m (or a stack of them)."""
     rows, cols = m.shape[-2:]
-    return scale(rows, cols) * ns.shampoo(m / (1.0 - beta1), eps)
+    return scale(rows, cols) * orthogonal(m, beta1, eps, ns)

@@ -1,0 +1,248 @@
+"""Who holds what when tensors are spread over processes, and norms over all of it. No update rule.
+
+Only two operations of a step are not elementwise, the norm of c and Newton–Schulz; everything else
+runs on the part of a tensor that is here. The norms are reduced in this file, matrices are brought
+together in `mars.exchange`, by the plan that `owners` makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+Group = Mapping[str, Any]
+MODES = (None, "replicate", "partition")
+
+
+class Layout(NamedTuple):
+    """Where the parts of one tensor are."""
+
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]  # of the whole tensor, a complex one as its real view
+    cut: tuple[int, ...]  # the dimensions of the mesh that it is cut along
+
+    @property
+    def groups(self) -> tuple[ProcessGroup, ...]:
+        """The processes that hold the other parts, one group a dimension of the mesh."""
+        return _groups(self.mesh, self.cut)
+
+    @property
+    def dim(self) -> int | None:
+        """The dimension of the tensor that is cut into plain blocks; None if it is not so simple.
+
+        FSDP with tensor parallelism cuts twice: those are gathered as a whole (`mars.exchange`).
+        """
+        if len(self.cut) != 1:
+            return None
+        placement = self.placements[self.cut[0]]
+        return int(placement.dim) if type(placement).__name__ == "Shard" else None
+
+    def sizes(self) -> list[int]:
+        """How long the blocks are along `dim`, rank by rank."""
+        assert self.dim is not None
+        return blocks(self.shape[self.dim], self.mesh.size(self.cut[0]))
+
+
+@cache
+def _groups(mesh: DeviceMesh, cut: tuple[int, ...]) -> tuple[ProcessGroup, ...]:
+    return tuple(mesh.get_group(dim) for dim in cut)
+
+
+def blocks(length: int, ranks: int) -> list[int]:
+    """DTensor's way to cut: as torch.chunk, and then nothing for the ranks that are left."""
+    full = -(-length // ranks)
+    return [max(0, min(full, length - full * rank)) for rank in range(ranks)]
+
+
+def is_sharded(p: Tensor) -> bool:
+    """Whether it is a DTensor (asked without importing that module)."""
+    return hasattr(p, "placements") and hasattr(p, "device_mesh")
+
+
+def _name(p: Tensor, group: Group) -> str:
+    place = next(i for i, q in enumerate(group["params"]) if q is p)
+    names = group.get("param_names")
+    return names[place] if names else f"parameter {place} of its group"
+
+
+def layout_of(p: Any, group: Group) -> Layout | None:
+    """The layout of a parameter of this group; None if all of it is here."""
+    if not is_sharded(p):
+        return None
+    if group["differentiable"]:
+        raise RuntimeError("differentiable=True does not work with DTensors")
+    mesh, placements = p.device_mesh, tuple(p.placements)
+    for placement in placements:
+        if placement.is_partial():
+            raise RuntimeError(
+                f"MARS cannot step {_name(p, group)}: its placements {placements} say that it is "
+                "a sum over ranks. Redistribute the parameter to Shard or Replicate"
+            )
+    cut = tuple(
+        i for i, way in enumerate(placements) if not way.is_replicate() and mesh.size(i) > 1
+    )
+    shape = (*p.shape, 2) if p.is_complex() else tuple(p.shape)
+    return Layout(mesh, placements, shape, cut) if cut else None
+
+
+def local(p: Any, value: Any, group: Group) -> Any:
+    """The part of ``value`` (a DTensor p, its gradient or its state) that is here."""
+    if value is None or (not is_sharded(value) and value.ndim == 0):
+        return value  # a buffer that there is not, the step count
+    if not is_sharded(value):
+        raise RuntimeError(
+            f"{_name(p, group)} is a DTensor, and its gradient or state is a plain tensor of shape "
+            f"{tuple(value.shape)}. Load state by "
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+        )
+    if value.placements != p.placements:
+        raise RuntimeError(
+            f"{_name(p, group)} has the placements {p.placements}, its state {value.placements}"
+        )
+    return _waited(value._local_tensor)
+
+
+def _waited(value: Any) -> Tensor:
+    """Not a promise of a collective that still runs."""
+    return value.wait() if hasattr(value, "wait") else value  # type: ignore[no-any-return]
+
+
+def gradient(p: Any, group: Group) -> Any:
+    """p.grad of a DTensor, laid out as p: that of a sequence-parallel norm is a sum over ranks."""
+    g = p.grad
+    if is_sharded(g) and g.placements != p.placements:
+        g = g.redistribute(placements=p.placements)
+        if group["consume_grads"]:
+            p.grad = g  # it will be the last gradient
+    return g
+
+
+def whole_norms(norms: Sequence[Tensor], layouts: Sequence[Layout | None]) -> list[Tensor]:
+    """The norms of whole tensors in float64, from those of their parts."""
+    return [s.sqrt() for s in whole_sums([n.double().square() for n in norms], layouts)]
+
+
+def whole_sums(sums: Sequence[Tensor], layouts: Sequence[Layout | None]) -> list[Tensor]:
+    """Sums over whole tensors in float64, from those over their parts: one reduction a mesh.
+
+    Every rank takes part, also with an empty part; a NaN anywhere is a NaN everywhere.
+    """
+    out = [s.double() for s in sums]
+    together: dict[Any, list[int]] = {}
+    for i, layout in enumerate(layouts):
+        if layout is not None:
+            together.setdefault((layout.mesh, layout.cut, out[i].device), []).append(i)
+    for members in together.values():
+        parts = torch.stack([out[i] for i in members])
+        layout = layouts[members[0]]
+        assert layout is not None
+        for group in layout.groups:
+            dist.all_reduce(parts, group=group)
+        for i, total in zip(members, parts.unbind(), strict=True):
+            out[i] = total
+    return out
+
+
+class Ranks(NamedTuple):
+    """How plain tensors are spread: by themselves, or as `MARS(ranks=...)` says."""
+
+    mode: str | None = None
+    group: ProcessGroup | None = None  # None: all processes
+
+    @classmethod
+    def checked(cls, mode: Any, group: Any) -> Ranks:
+        if mode not in MODES:
+            raise ValueError(f"Invalid ranks: {mode!r} (it must be one of {list(MODES)})")
+        if group is not None and mode is None:
+            raise ValueError(
+                'process_group needs ranks="replicate" (the processes have the same tensors, as '
+                'under DDP) or ranks="partition" (each has others)'
+            )
+        return cls(mode, group)
+
+    def without(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The group without `ranks`, which wrappers copy into it, and which is not its to say."""
+        if group.get("ranks", self.mode) != self.mode:
+            raise ValueError("ranks is an option of the whole optimizer, not of a group")
+        return {name: value for name, value in group.items() if name != "ranks"}
+
+    def _many(self) -> bool:
+        return (
+            self.mode is not None
+            and dist.is_available()
+            and dist.is_initialized()
+            and dist.get_world_size(self.group) > 1
+        )
+
+    @property
+    def replicate(self) -> bool:
+        """All ranks have the same tensors and gradients."""
+        return self.mode == "replicate" and self._many()
+
+    @property
+    def partition(self) -> bool:
+        """Every rank has other tensors."""
+        return self.mode == "partition" and self._many()
+
+    def norm(self, own: Tensor) -> Tensor:
+        """The norm over the tensors of all ranks, from the norm over those of this one."""
+        if not self.partition:
+            return own
+        square = own.square()
+        dist.all_reduce(square, group=self.group)
+        return square.sqrt()
+
+
+ALONE = Ranks()
+
+
+def flops(kind: str, shape: Sequence[int], steps: int) -> int:
+    """The multiplications and additions of Newton–Schulz on one matrix."""
+    rows, cols = matrix_shape(shape)
+    short, long = min(rows, cols), max(rows, cols)
+    if kind == "mars-shampoo":
+        return steps * 6 * short * short * long
+    return steps * (4 * short * short * long + 2 * short**3)
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """(first, rest): how a tensor counts as a matrix."""
+    return shape[0], int(torch.Size(shape[1:]).numel())
+
+
+@cache
+def owners(costs: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """Which rank orthogonalises which matrix: the most expensive first, each to the least loaded.
+
+    The same on every rank. No rank does more than another plus the most expensive matrix.
+    """
+    load = [0] * ranks
+    owner = [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        owner[i] = min(range(ranks), key=lambda rank: (load[rank], rank))
+        load[owner[i]] += costs[i]
+    return tuple(owner)
+
+
+@cache
+def rounds(costs: tuple[int, ...], owner: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """In which round a matrix travels: each owner's work in ``count`` parts, about equal."""
+    done = dict.fromkeys(owner, 0)
+    total = dict.fromkeys(owner, 0)
+    for cost, rank in zip(costs, owner, strict=True):
+        total[rank] += cost
+    out = []
+    for cost, rank in zip(costs, owner, strict=True):
+        out.append(min(count - 1, count * done[rank] // max(1, total[rank])))
+        done[rank] += cost
+    return tuple(out)

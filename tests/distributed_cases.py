@@ -1,0 +1,416 @@
+"""What one rank does in a distributed test, and the same on one process to compare with."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from mars import MARS
+
+STEPS, ROWS = 5, 24
+OPTIONS = {"lr": 0.02, "gamma": 0.3, "weight_decay": 0.1, "ns_dtype": "float64"}
+
+
+def make_model(dtype: str = "float64") -> nn.Sequential:
+    """First dimensions 7, 5, 3 and 1: uneven on 2 ranks, and empty for the last one."""
+    torch.manual_seed(1)
+    sizes = (6, 7, 5, 3, 1)
+    layers: list[nn.Module] = []
+    for a, b in pairwise(sizes):
+        layers += [nn.Linear(a, b), nn.Tanh()]
+    return nn.Sequential(*layers[:-1]).to(getattr(torch, dtype))
+
+
+def loss_of(model: nn.Module, step: int, dtype: torch.dtype, world: int, half: int | None = None):
+    """The mean over this rank's rows of the step's batch; ``half``: of one half of them."""
+    batch = torch.randn(ROWS, 6, dtype=dtype, generator=torch.Generator().manual_seed(step))
+    if half is not None:
+        batch = batch[half * ROWS // 2 : (half + 1) * ROWS // 2]
+    rank = dist.get_rank() if world > 1 else 0
+    size = len(batch) // world
+    out = model(batch[rank * size : (rank + 1) * size])
+    return 8.0 * (out.square().mean() + out.mean())  # c of some tensors is clipped, of others not
+
+
+def backward(model: nn.Module, step: int, dtype: torch.dtype, world: int, halves: bool = False):
+    if not halves:
+        loss = loss_of(model, step, dtype, world)
+        loss.backward()
+        return loss
+    quiet = model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext()
+    with quiet:
+        (loss_of(model, step, dtype, world, 0) / 2).backward()
+    last = loss_of(model, step, dtype, world, 1) / 2
+    last.backward()
+    return last
+
+
+def train(
+    model: nn.Module, optimizer: Any, mode: str, dtype: torch.dtype, world: int, halves: bool
+) -> None:
+    protocol = getattr(optimizer, "optim", optimizer)  # what ZeRO wraps has the protocol
+    for step in range(STEPS):
+        if mode == "protocol":
+            optimizer.zero_grad()
+            backward(model, step + 1, dtype, world, halves)
+            protocol.update_previous_grad()
+        if mode == "closure":
+
+            def closure(step=step):
+                optimizer.zero_grad()
+                return backward(model, step, dtype, world, halves)
+
+            optimizer.step(closure)
+            continue
+        optimizer.zero_grad()
+        backward(model, step, dtype, world, halves)
+        optimizer.step()
+        if mode == "protocol":
+            protocol.update_last_grad()
+
+
+def full(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def furthest(first: Any, second: Any) -> float:
+    """The largest difference of two lists of tensors; NaN if there is one."""
+    pairs = zip(first, second, strict=True)
+    return float(torch.stack([(full(a) - full(b)).abs().max() for a, b in pairs]).max())
+
+
+@cache
+def mesh(*shape: int) -> DeviceMesh:
+    names = ("replicate", "shard")[-len(shape) :]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def shard(model: nn.Sequential, over: DeviceMesh, **options: Any) -> nn.Module:
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=over, **options)
+    return fully_shard(model, mesh=over, **options)
+
+
+def spread(model: nn.Sequential, strategy: str, world: int) -> nn.Module:
+    if strategy == "fsdp":
+        return shard(model, mesh(world))
+    if strategy == "hsdp":
+        return shard(model, mesh(2, world // 2))
+    extra = {"ddp-view": {"gradient_as_bucket_view": True}, "ddp-static": {"static_graph": True}}
+    return DistributedDataParallel(model, **extra.get(strategy, {}))
+
+
+def alone(options: dict[str, Any], mode: str, dtype: str, halves: bool) -> list[Tensor]:
+    model = make_model(dtype)
+    optimizer = MARS(model.parameters(), **options)
+    train(model, optimizer, mode, getattr(torch, dtype), 1, halves)
+    return [full(p) for p in model.parameters()]
+
+
+_alone: dict[Any, list[Tensor]] = {}
+
+
+def compare(
+    strategy: str, options: dict[str, Any], mode: str = "approximate", dtype: str = "float64"
+) -> float:
+    """max |x − x₁| / max |x₁ − x₀|, where x₁ comes from one process and x₀ is the start."""
+    options = {**OPTIONS, "is_approx": mode == "approximate", **options}
+    world, halves = dist.get_world_size(), strategy == "ddp-no-sync"
+    key = (str(options), mode, dtype, halves)
+    if key not in _alone:
+        _alone[key] = alone(options, mode, dtype, halves)
+    expected = _alone[key]
+    start = [full(p) for p in make_model(dtype).parameters()]
+    model = spread(make_model(dtype), strategy, world)
+    if strategy == "zero":
+        optimizer: Any = ZeroRedundancyOptimizer(
+            model.parameters(), MARS, ranks="partition", **options
+        )
+    else:
+        if strategy == "ddp-shared":
+            options["ranks"] = "replicate"
+        optimizer = MARS(model.parameters(), **options)
+    train(model, optimizer, mode, getattr(torch, dtype), world, halves)
+    got = [full(p) for p in model.parameters()]
+    moved = furthest(expected, start)
+    assert moved > 0.01
+    return furthest(got, expected) / moved
+
+
+def compare_many(cases: list[tuple]) -> list[float]:
+    return [compare(*case) for case in cases]
+
+
+def given_gradients(
+    placements: tuple, shape: tuple[int, ...], options: dict[str, Any], ranks_shape: tuple[int, ...]
+) -> float:
+    """Parameters cut as said, with gradients that are set by hand; two of them."""
+    over = mesh(*ranks_shape)
+    generator = torch.Generator().manual_seed(3)
+    values = [torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(2)]
+    plain = [nn.Parameter(v.clone()) for v in values]
+    cut = [nn.Parameter(distribute_tensor(v.clone(), over, placements)) for v in values]
+    first, second = (MARS(p, **{**OPTIONS, **options}) for p in (plain, cut))
+    for _ in range(3):
+        for p, q in zip(plain, cut, strict=True):
+            p.grad = torch.randn(shape, dtype=torch.float64, generator=generator)
+            q.grad = distribute_tensor(p.grad.clone(), over, placements)
+        first.step()
+        second.step()
+    return furthest(plain, cut)
+
+
+def summed_gradient() -> float:
+    """A replicated weight whose gradient is a sum over ranks, as sequence parallelism gives it."""
+    from torch.distributed.tensor import Partial
+
+    over, rank, world = mesh(dist.get_world_size()), dist.get_rank(), dist.get_world_size()
+    worst = 0.0
+    for consume in (False, True):
+        plain = nn.Parameter(torch.ones(3, 4, dtype=torch.float64))
+        p = nn.Parameter(distribute_tensor(plain.detach().clone(), over, [Replicate()]))
+        both = [MARS([q], consume_grads=consume, max_grad_norm=1.0, **OPTIONS) for q in (plain, p)]
+        for step in range(3):
+            total = torch.arange(12.0, dtype=torch.float64).view(3, 4) + step
+            own = total * (rank + 1) / sum(range(1, world + 1))
+            plain.grad = total
+            p.grad = DTensor.from_local(own, over, [Partial()])
+            for optimizer in both:
+                optimizer.step()
+        worst = max(furthest([p], [plain]), worst)
+    return worst
+
+
+def grad_norms(strategy: str) -> tuple[float, float]:
+    """`optimizer.grad_norm` of this strategy and of one process."""
+    options = {**OPTIONS, "max_grad_norm": 0.5, "mars_type": "mars-m"}
+    out = []
+    for way in (strategy, "alone"):
+        model = make_model()
+        world = 1 if way == "alone" else dist.get_world_size()
+        spreaded = model if way == "alone" else spread(model, way, world)
+        if way == "zero":
+            wrapped = ZeroRedundancyOptimizer(
+                spreaded.parameters(), MARS, ranks="partition", **options
+            )
+            optimizer: Any = wrapped.optim
+        else:
+            wrapped = optimizer = MARS(spreaded.parameters(), **options)
+        train(spreaded, wrapped, "approximate", torch.float64, world, False)
+        out.append(float(optimizer.grad_norm))
+    return out[0], out[1]
+
+
+def one_rank_is_not_finite(value: float, options: dict[str, Any]) -> list[list[bool]]:
+    """Which whole tensors are finite after a step where one rank's part of one gradient is not.
+
+    First here, then on one process with the same gradients.
+    """
+    model, plain = spread(make_model(), "fsdp", dist.get_world_size()), make_model()
+    backward(model, 0, torch.float64, dist.get_world_size())
+    if dist.get_rank() == 1:
+        next(model.parameters()).grad._local_tensor[0, 0] = value
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        q.grad = full(p.grad)
+    for each in (model, plain):
+        MARS(each.parameters(), **{**OPTIONS, **options}).step()
+    return [[bool(full(p).isfinite().all()) for p in m.parameters()] for m in (model, plain)]
+
+
+def scaler_skips_everywhere() -> list[float]:
+    """GradScaler, Inf on one rank: nobody steps, and no state is made or changed."""
+    model = spread(make_model("float32"), "fsdp", dist.get_world_size())
+    optimizer = MARS(model.parameters(), **{**OPTIONS, "ns_dtype": "float32"})
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    counts = []
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step, torch.float32, dist.get_world_size())).backward()
+        if step == 1 and dist.get_rank() == 1:
+            next(model.parameters()).grad._local_tensor[0, 0] = float("inf")
+        before = [full(p) for p in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        moved = [
+            not torch.equal(a, full(p)) for a, p in zip(before, model.parameters(), strict=True)
+        ]
+        assert all(moved) == any(moved) == (step != 1)
+        counts.append(float(optimizer.state[next(model.parameters())]["step"]))
+    return counts
+
+
+def state_is_sharded(mars_type: str) -> None:
+    """Every buffer is a DTensor laid out as its parameter, from the first step on."""
+    model = spread(make_model(), "fsdp", dist.get_world_size())
+    optimizer = MARS(model.parameters(), **{**OPTIONS, "mars_type": mars_type, "amsgrad": True})
+    names = []
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(model, step, torch.float64, dist.get_world_size())
+        optimizer.step()
+        names.append([sorted(optimizer.state[p]) for p in model.parameters()])
+    assert names[0] == names[1]
+    for p in model.parameters():
+        for name, value in optimizer.state[p].items():
+            if name == "step":
+                assert type(value) is Tensor
+                continue
+            assert isinstance(value, DTensor)
+            assert (value.placements, value.shape) == (p.placements, p.shape)
+
+
+def save(path: str, mars_type: str, strategy: str = "fsdp") -> list[Tensor]:
+    """Train, save by torch.distributed.checkpoint, go on; return where that leads."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    world = dist.get_world_size()
+    model = spread(make_model(), strategy, world)
+    optimizer = MARS(model.parameters(), **{**OPTIONS, "mars_type": mars_type})
+    train(model, optimizer, "approximate", torch.float64, world, False)
+    optimizer.zero_grad()
+    parameters, state = get_state_dict(model, optimizer)
+    dcp.save({"model": parameters, "optimizer": state}, checkpoint_id=path)
+    train(model, optimizer, "approximate", torch.float64, world, False)
+    return [full(p) for p in model.parameters()]
+
+
+def load(path: str, mars_type: str, strategy: str = "fsdp") -> list[Tensor]:
+    """Load what `save` has written, on however many ranks there are, and go on."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    model = make_model()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    model = spread(model, strategy, world) if world > 1 else model
+    optimizer = MARS(model.parameters(), **{**OPTIONS, "mars_type": mars_type})
+    parameters, state = get_state_dict(model, optimizer)  # a step with lr = 0 makes the state
+    assert all(float(full(p).abs().max()) == 0 for p in model.parameters())
+    both = {"model": parameters, "optimizer": state}
+    dcp.load(both, checkpoint_id=path)
+    set_state_dict(
+        model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"]
+    )
+    train(model, optimizer, "approximate", torch.float64, world, False)
+    return [full(p) for p in model.parameters()]
+
+
+def raises(function: str) -> str:
+    """The message of the error that this function of this module raises."""
+    try:
+        globals()[function]()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def partial_parameter() -> None:
+    from torch.distributed.tensor import Partial
+
+    over = mesh(dist.get_world_size())
+    p = nn.Parameter(DTensor.from_local(torch.ones(2, 2), over, [Partial()]))
+    p.grad = torch.zeros_like(p)
+    MARS([("blocks.0.weight", p)]).step()
+
+
+def plain_state() -> None:
+    """The state of one process, loaded by load_state_dict itself."""
+    p = nn.Parameter(torch.ones(4, 2))
+    p.grad = torch.ones(4, 2)
+    one = MARS([("w", p)])
+    one.step()
+    q = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh(dist.get_world_size()), [Shard(0)]))
+    q.grad = torch.zeros_like(q)
+    other = MARS([("w", q)])
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    other.step()
+
+
+def zero_closure() -> None:
+    model = spread(make_model(), "ddp", dist.get_world_size())
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), MARS, ranks="partition", is_approx=False, **OPTIONS
+    )
+    train(model, optimizer, "closure", torch.float64, dist.get_world_size(), False)
+
+
+def plan() -> str:
+    import mars
+
+    model = spread(make_model(), "fsdp", dist.get_world_size())
+    return mars.explain(MARS(model.parameters(), mars_type="mars-m"))
+
+
+def consumed(strategy: str) -> bool:
+    model = spread(make_model(), strategy, dist.get_world_size())
+    optimizer = MARS(model.parameters(), consume_grads=True, **OPTIONS)
+    backward(model, 0, torch.float64, dist.get_world_size())
+    kept = [full(p.grad) for p in model.parameters()]
+    optimizer.step()
+    held = [optimizer.state[p].get("last_grad") for p in model.parameters()]
+    same = [h is None or torch.equal(full(h), g) for h, g in zip(held, kept, strict=True)]
+    return all(same) and all(p.grad is None for p in model.parameters())
+
+
+def diagnosed() -> tuple[list[float], list[float]]:
+    """Readings of sharded tensors and of the same on one process."""
+    import mars
+
+    out = []
+    for world in (dist.get_world_size(), 1):
+        model = make_model() if world == 1 else spread(make_model(), "fsdp", world)
+        optimizer = MARS(model.parameters(), **{**OPTIONS, "mars_type": "mars-m"})
+        with mars.diagnose(optimizer) as d:
+            train(model, optimizer, "approximate", torch.float64, world, False)
+        (r,) = d.readings
+        out.append([r.clipped, r.c_norm, r.cosine, r.update_rms])
+    return out[0], out[1]
+
+
+def with_norms_of_parts(kind: str) -> float:
+    """The table's measure for the usual mistake: clipping by the norm of the part that is here."""
+    from mars import dispatch
+
+    right = dispatch.whole_norms
+    dispatch.whole_norms = lambda norms, _: [n.double() for n in norms]
+    try:
+        return compare("fsdp", {"mars_type": kind})
+    finally:
+        dispatch.whole_norms = right
+
+
+def zero_state() -> float:
+    """ZeRO's consolidated state, loaded by MARS in one process, which goes on alike."""
+    options = {**OPTIONS, "mars_type": "mars-m", "max_grad_norm": 0.5}
+    world = dist.get_world_size()
+    model = spread(make_model(), "ddp", world)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), MARS, ranks="partition", **options)
+    train(model, optimizer, "approximate", torch.float64, world, False)
+    plain = make_model()
+    plain.load_state_dict(model.module.state_dict())
+    optimizer.consolidate_state_dict(to=0)
+    saved = [copy.deepcopy(optimizer.state_dict()) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(saved)
+    one = MARS(plain.parameters(), **options)
+    one.load_state_dict(saved[0])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})  # carries `ranks`
+    train(model, optimizer, "approximate", torch.float64, world, False)
+    train(plain, one, "approximate", torch.float64, 1, False)
+    return furthest(model.parameters(), plain.parameters())
