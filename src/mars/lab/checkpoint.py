@@ -212,6 +212,8 @@ def _delete_old(folder: Path, step: int, keep: int) -> None:
     """Keep this step's checkpoint, the latest before it that look valid, and the best."""
     noted = _noted_best(folder)
     mine = folder / f"step-{step:08d}"
+    if not _looks_valid(mine):
+        return  # a file system that lost what it had synced: the others may be all there is
     kept = 0
     for other, path in _all(folder):
         if other > step:

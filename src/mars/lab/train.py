@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -84,8 +83,7 @@ def train(
             return ended
     training, *tokens = prepare(run)
     with RunDirectory(directory).lock():
-        refused: list[str] = []
-        start = _find_start(directory, refused.append)
+        start, refused = _find_start(directory)
         if start is not None:
             training.restore(start)
         keep = run.keep
@@ -140,12 +138,16 @@ def _ended(run: Run, directory: Path) -> Outcome | None:
     return None
 
 
-def _find_start(directory: Path, refused: Callable[[str], None]) -> Path | None:
-    """The checkpoint to go on from; None for a new run."""
-    start = checkpoint.newest(directory, refused)
-    if start is None and any((directory / "checkpoints").glob("step-*")):
-        raise LabError(f"no checkpoint in {directory} is intact: remove it to begin again")
-    return start
+def _find_start(directory: Path) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from (None for a new run), and which were refused, and why."""
+    refused: list[str] = []
+    start = checkpoint.newest(directory, refused.append)
+    if start is None and refused:
+        raise LabError(
+            f"no checkpoint in {directory} is intact: remove it to begin again "
+            f"({'; '.join(refused)})"
+        )
+    return start, refused
 
 
 def _text(run: Run) -> bytes:
