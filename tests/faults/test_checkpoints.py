@@ -1,4 +1,4 @@
-"""A run whose checkpoint is damaged, forged or not its own goes on from another, or says why not."""
+"""A run whose checkpoint is damaged, forged or not its own: it takes another, or says why not."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ Watch = Callable[[dict[str, Any]], None]
 DIAGNOSED = 4  # consecutive steps in a reading of the diagnostics: a variance needs two
 TICK = 0.5  # seconds between signs of life
 EARLY = 4  # validations before the first regular one, at doubling distances
+PATIENCE = 25  # steps skipped in a row before a run is given up; fp16 finds its scale in fewer
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,13 @@ class Training:
         self.batches = Batches(train, context, loop.batch_size, loop.seed)
         self.held_out = validation(valid, context, loop.eval_sequences)
         self.flops = flops_per_token(run.model)
-        self.step, self.skipped, self.best = 0, 0, math.inf
+        self.step, self.best = 0, math.inf
+        self.skips = 0  # steps skipped just now, in a row
         self.clock = Clock(self.device)
         self.window = torch.zeros((), dtype=torch.float64, device=self.device)  # sum of losses
         self.window_steps = 0
         self.grad_norm: Tensor | None = None
+        self.norms = torch.zeros_like(self.window)  # sum of gradients' norms: finite if all are
 
     # One step.
 
@@ -112,40 +115,48 @@ class Training:
         limit = self.run.optimizer.max_grad_norm
         if limit is not None and (not self.is_mars or self.run.optimizer.exact):
             self.scaler.unscale_(self.optimizer)
-            self.grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+            self._note_norm(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+
+    def _note_norm(self, norm: Tensor | None) -> None:
+        self.grad_norm = norm
+        if norm is not None and not self.scaler.is_enabled():  # which looks after itself
+            self.norms += norm
+
+    def _apply(self) -> bool:
+        """Let the optimizer step; False if a gradient is not finite and the step was skipped."""
+        # A GradScaler skips by itself, and lowers its scale.
+        if self.run.loop.skip_nan and not self.scaler.is_enabled() and not self._finite():
+            return False
+        self._clip()
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if isinstance(self.optimizer, mars.MARS):
+            self._note_norm(self.optimizer.grad_norm)
+        return self.scaler.get_scale() >= scale
 
     def advance(self) -> None:
-        """Take one step."""
+        """Take one step, or skip it (``skips``)."""
+        taken = True
         set_rate(self.optimizer, factor(self.run.schedule, self.step, self.run.loop.steps))
         if self.run.optimizer.exact:
             self.clock.optimizer_begins()
             loss: Tensor = self.optimizer.step(self._closure)  # type: ignore[assignment,arg-type]
         else:
             loss = self._gradients()
-            # A GradScaler skips by itself, and lowers its scale.
-            if self.run.loop.skip_nan and not self.scaler.is_enabled() and not self._finite():
-                self.optimizer.zero_grad()
-                self.skipped += 1
-                self._count_step()
-                return
             self.clock.optimizer_begins()
-            self._clip()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+            taken = self._apply()
         self.clock.optimizer_ends()
-        if isinstance(self.optimizer, mars.MARS) and not self.run.optimizer.exact:
-            self.grad_norm = self.optimizer.grad_norm
         self.optimizer.zero_grad()
-        self.window += loss
-        self.window_steps += 1
-        self._count_step()
-
-    def _count_step(self) -> None:
-        self.step += 1
+        self.skips = 0 if taken else self.skips + 1
+        if taken:
+            self.window += loss
+            self.window_steps += 1
         if self.clock.running:
             self.clock.lap_steps += 1
         else:
             self.clock.credit()
+        self.step += 1
 
     def _finite(self) -> bool:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -266,10 +277,9 @@ class Session:
     def _step(self) -> None:
         t, loop, keep = self.t, self.t.run.loop, self.t.run.keep
         self._observe()
-        skipped = t.skipped
         t.advance()
-        if t.skipped > skipped:
-            self.tell("skipped", f"step {t.step}: its gradient was not finite")
+        if t.skips:
+            self._skipped()
         self._observed()
         if t.step == 1:
             self.log.replace_header(state_bytes=state_bytes(t.optimizer))
@@ -298,9 +308,16 @@ class Session:
             self.ticked = now
             self.watch({"kind": "tick", "step": self.t.step})
 
+    def _skipped(self) -> None:
+        """One skipped step is told; too many in a row are no accident."""
+        self.tell("skipped", f"step {self.t.step} skipped: its gradient was not finite")
+        if self.t.skips >= PATIENCE:
+            self._diverge(f"{PATIENCE} gradients in a row were not finite")
+
     def _check_loss(self) -> None:
-        if not self.t.run.loop.skip_nan and not math.isfinite(float(self.t.window)):
-            self._diverge("the loss is not finite")
+        for what, total in (("loss", self.t.window), ("gradient", self.t.norms)):
+            if not math.isfinite(float(total)):
+                self._diverge(f"the {what} is not finite")
 
     def _diverge(self, what: str) -> None:
         text = f"{what} at step {self.t.step}: lower the learning rate"
