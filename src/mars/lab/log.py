@@ -68,7 +68,7 @@ class Log:
     def write(self, kind: str, **fields: Any) -> None:
         """Append a record. NaN and infinities become null; tensors of one element, numbers."""
         record = {"kind": kind, **_clean(fields)}
-        line = json.dumps(record, allow_nan=False).encode() + b"\n"
+        line = _encode(record)
         end = os.fstat(self._descriptor).st_size
         try:
             written = os.write(self._descriptor, line)
@@ -80,20 +80,26 @@ class Log:
         for sink in self._sinks:
             sink.write(record)
 
-    def rewind(self, step: int | None) -> None:
-        """Drop what comes after this step, what is torn, and that the run has ended.
+    def rewind(self, step: int | None, header: Mapping[str, Any] | None = None) -> int:
+        """Drop what comes after this step, what is damaged, and that the run has ended.
 
-        None drops everything: the run begins again.
+        None drops everything: the run begins again. ``header`` is put in front if the log has none
+        any more. Returns how many lines were damaged.
         """
-        kept = []
+        kept, headed, damaged = [], False, 0
         if step is not None:
-            for line in self.path.read_bytes().split(b"\n"):
+            for line in self.path.read_bytes().split(b"\n")[:-1]:
                 record = _parse(line)
-                if record and record.get("kind") != "end" and record.get("step", 0) <= step:
+                damaged += record is None
+                if record and record.get("kind") != "end" and _is_until(record, step):
+                    headed = headed or record.get("kind") == "header"
                     kept.append(line + b"\n")
+        if header is not None and not headed:
+            kept.insert(0, _encode(header))
         self._replace(b"".join(kept))
         for sink in self._sinks:
             sink.rewind(0 if step is None else step + 1)
+        return damaged
 
     def replace_header(self, **fields: Any) -> None:
         """Change fields of the first record, when the run itself has changed."""
@@ -109,7 +115,10 @@ class Log:
 
     def sync(self) -> None:
         """Wait until all of it is on disk: before a checkpoint, so that a power cut leaves both."""
-        os.fsync(self._descriptor)
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise LabError(f"cannot write {self.path}: {reason(error)}") from error
 
     def close(self) -> None:
         """End it; TensorBoard and W&B write what they still hold."""
@@ -143,6 +152,15 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
+
+
+def _encode(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(_clean(record), allow_nan=False).encode() + b"\n"
+
+
+def _is_until(record: Mapping[str, Any], step: int) -> bool:
+    at = record.get("step", 0)
+    return isinstance(at, int) and at <= step
 
 
 def _drop_torn_tail(descriptor: int) -> None:

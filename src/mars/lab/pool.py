@@ -56,18 +56,17 @@ def _work(job: Job, command: str) -> str:
         short = {k: record.get(k) for k in ("kind", "step", "loss", "step_seconds")}
         _records.put((job.name, short))
 
-    try:
-        status = train(job.run, command=command, watch=watch).status
-        _stopped = status == "stopped"
-        return status
-    except Diverged as error:
-        return f"diverged: {error}"
-    except LabError as error:
-        return f"{FAILED}{error}"
-    except Exception as error:  # of an optimizer of somebody's, say: the others go on
-        return f"{FAILED}{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    finally:
-        workers.forget_compiled()
+    with workers.at_work():
+        try:
+            status = train(job.run, command=command, watch=watch).status
+        except Diverged as error:
+            return f"diverged: {error}"
+        except LabError as error:
+            return f"{FAILED}{error}"
+        except Exception as error:  # of an optimizer of somebody's, say: the others go on
+            return f"{FAILED}{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    _stopped = status == "stopped"
+    return status
 
 
 def run_all(jobs: list[Job], processes: int, command: str) -> dict[str, str] | None:

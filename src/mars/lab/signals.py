@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a question that the loop answers between two steps."""
+"""Ctrl-C, SIGTERM and a closed terminal as a question that the loop answers between two steps."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import threading
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupt:
-    """Within it, the first SIGINT or SIGTERM only sets ``asked``; a further SIGINT interrupts.
+    """Within it, the first of the SIGNALS only sets ``asked``; a further SIGINT interrupts.
 
     >>> with Interrupt() as interrupt:
     ...     for step in range(3):
@@ -20,7 +20,7 @@ class Interrupt:
     ...             break
 
     Handlers can be set in the main thread alone: elsewhere it does nothing. A signal that the
-    parent told us to ignore (a job started in the background) stays ignored.
+    parent told us to ignore (a job started in the background or by nohup) stays ignored.
     """
 
     def __init__(self) -> None:

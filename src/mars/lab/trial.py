@@ -106,7 +106,7 @@ def attempt(order: Order) -> Ended:
 def _train(run: Run, watcher: Watcher, order: Order) -> State:
     bar = Progress(run.loop.steps) if order.show and sys.stderr.isatty() else nullcontext()
     try:
-        with bar as shown:
+        with workers.at_work(), bar as shown:
 
             def watch(record: dict[str, Any]) -> None:
                 if shown is not None:
@@ -122,8 +122,6 @@ def _train(run: Run, watcher: Watcher, order: Order) -> State:
         if watcher.state != "diverged":
             raise
         return "diverged"
-    finally:
-        workers.forget_compiled()
     if outcome.status == "stopped":
         return "stopped"
     watcher.loss = outcome.valid

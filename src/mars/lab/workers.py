@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -13,12 +15,39 @@ from contextlib import contextmanager
 import torch
 
 _asked: list[int] = []  # in a worker: signals that came while no run was in progress
+_busy = False  # in a worker: there is a run in progress
 
 
 def begin() -> None:
-    """In a worker: keep a signal until there is a run that can answer it."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """In a worker: keep a signal until there is a run that can answer it; end with the parent."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: _asked.append(number))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A killed parent's workers would train on, hold their locks, and then wait for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)  # a run in progress takes it for a question
+    while _busy:
+        time.sleep(0.1)
+    os._exit(1)
+
+
+@contextmanager
+def at_work() -> Iterator[None]:
+    """In a worker: around a run."""
+    global _busy
+    _busy = True
+    try:
+        yield
+    finally:
+        _busy = False
+        if "torch._dynamo" in sys.modules:  # else the next model counts as a recompilation
+            torch.compiler.reset()
 
 
 def answer() -> None:
@@ -28,23 +57,21 @@ def answer() -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
-def forget_compiled() -> None:
-    """After a run: else the next model counts against the limit of recompilations."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
-
-
 @contextmanager
 def terminable() -> Iterator[None]:
-    """In the main process: SIGTERM as Ctrl-C, so that workers are not left behind."""
+    """In the main process: SIGTERM and SIGHUP as Ctrl-C, so that workers are not left behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def stop(pool: Executor) -> None:
