@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from types import TracebackType
 from typing import Any
@@ -42,9 +43,14 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         if self.bar is not None:
-            self.bar.stop()
+            with contextlib.suppress(OSError):
+                self.bar.stop()
 
     def __call__(self, record: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the terminal or the reader has gone; training has not
+            self._show(record)
+
+    def _show(self, record: dict[str, Any]) -> None:
         kind = record["kind"]
         if self.bar is not None and "step" in record:
             self.bar.update(self.task, completed=record["step"])

@@ -82,6 +82,7 @@ def train(
         if ended is not None:
             return ended
     training, *tokens = prepare(run)
+    _check_data(directory, tokens[0], tokens[1])
     with RunDirectory(directory).lock():
         start, refused = _find_start(directory)
         if start is not None:
@@ -90,15 +91,17 @@ def train(
         log = Log(directory, tensorboard=keep.tensorboard, wandb=keep.wandb, config=to_json(run))
         with log, Interrupt() as interrupt:
             session = Session(training, directory, log, watch)
+            head = header(run, training, tokens[0], tokens[1], command)
             if start is None:
                 write_atomically(directory / "config.json", _text(run))
                 log.rewind(None)
-                session.write(header(run, training, tokens[0], tokens[1], command))
+                session.write(head)
             else:
-                log.rewind(training.step)
+                refused += _rewind(log, training.step, head)
                 session.resume(start.name, read(directory))
-                if begun is not None and begun.loop.steps != run.loop.steps:
+                if begun is None or begun.loop.steps != run.loop.steps:
                     write_atomically(directory / "config.json", _text(run))
+                if begun is not None and begun.loop.steps != run.loop.steps:
                     log.replace_header(steps=run.loop.steps, config=to_json(run))
                     text = f"{begun.loop.steps} to {run.loop.steps} steps: the rate so far was for"
                     session.tell("extended", f"{text} {begun.loop.steps}")
@@ -132,10 +135,36 @@ def _check_directory(run: Run, directory: Path, extend: bool) -> Run | None:
 
 def _ended(run: Run, directory: Path) -> Outcome | None:
     """The outcome of a run that has nothing left to do."""
-    last = read(directory)[-1:]
+    last = _records(directory)[-1:]
     if last and last[0].get("status") == "done" and last[0]["step"] == run.loop.steps:
         return Outcome("done", last[0]["step"], last[0]["valid"], directory)
     return None
+
+
+def _check_data(directory: Path, train: Tokens, valid: Tokens) -> None:
+    """Refuse to go on with other tokens than the run began with."""
+    begun = next((r for r in _records(directory) if r.get("kind") == "header"), {})
+    for name, tokens in (("train", train), ("valid", valid)):
+        before = begun.get("data", {}).get(name, {}).get("sha256", tokens.sha256)
+        if before != tokens.sha256:
+            raise LabError(
+                f"{tokens.source} has changed since the run in {directory} began (its sha256 was "
+                f"{before[:12]}, now {tokens.sha256[:12]}): restore it or choose another --keep.out"
+            )
+
+
+def _records(directory: Path) -> list[dict[str, Any]]:
+    """The log, or nothing if it is lost or damaged: what was computed is in the checkpoints."""
+    try:
+        return read(directory)
+    except LabError:
+        return []
+
+
+def _rewind(log: Log, step: int, head: dict[str, Any]) -> list[str]:
+    damaged = log.rewind(step, head)
+    lines = "1 line" if damaged == 1 else f"{damaged} lines"
+    return [f"{lines} of {log.path.name} dropped: damaged"] if damaged else []
 
 
 def _find_start(directory: Path) -> tuple[Path | None, list[str]]:
@@ -158,8 +187,11 @@ def read_config(path: Path) -> Run:
     """The configuration that a run was started with."""
     try:
         return check(from_json(json.loads(path.read_text())))
-    except (OSError, ValueError) as error:
-        raise LabError(f"{path} is no configuration of a run: {error}") from error
+    except (OSError, ValueError, LabError) as error:
+        raise LabError(
+            f"{path} is no configuration of a run: {error} (restore it; or remove it, and give "
+            "the command that began the run)"
+        ) from error
 
 
 def first_difference(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, Any, Any] | None:

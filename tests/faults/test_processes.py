@@ -1,0 +1,121 @@
+"""Signals, a closed terminal, a second process in the same directory."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from nursery import Nursery, Process
+from runs import assert_alike, given, newest, steps, texts
+
+from mars.lab.log import read
+
+NEVER = 1_000_000
+
+
+def begun(process: Process, folder: Path) -> None:
+    process.until(lambda: len(steps(folder)) > 0)
+
+
+def check_whole(mars: Nursery, folder: Path) -> None:
+    """Let it go on a little; it is the run that was not stopped."""
+    end = max(steps(folder)) + 5
+    ended = mars.run("train", given(folder, steps=end, eval_every=40))
+    assert ended.code == 0, ended.err
+    whole = folder.with_name("whole")
+    assert mars.run("train", given(whole, steps=end, eval_every=40)).code == 0
+    assert_alike(folder, whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_saves_and_ends_with_success(
+    mars: Nursery, tmp_path: Path, number: signal.Signals
+) -> None:
+    folder = tmp_path / "run"
+    process = mars.start("train", given(folder, steps=NEVER, eval_every=40))
+    begun(process, folder)
+    process.send(number)
+    ended = process.wait()
+    assert ended.code == 0, ended.err
+    last = read(folder)[-1]
+    assert (last["kind"], last["status"]) == ("end", "stopped")
+    assert newest(folder).name == f"step-{last['step']:08d}"  # not a step is lost
+    assert f"{number.name} at step {last['step']}" in ended.err
+    assert "the same command goes on from there" in ended.out
+    check_whole(mars, folder)
+
+
+# Syncing takes its time, so that there is a save to interrupt.
+SLOW = """
+import os, pathlib, time
+fsync = os.fsync
+def slow(descriptor):
+    if pathlib.Path({flag!r}).exists():
+        time.sleep(0.3)
+    fsync(descriptor)
+os.fsync = slow
+"""
+
+
+def test_a_second_ctrl_c_ends_at_once(mars: Nursery, tmp_path: Path) -> None:
+    folder, flag = tmp_path / "run", tmp_path / "slow"
+    path = given(folder, steps=NEVER, eval_every=40)
+    process = mars.start("train", path, fault=SLOW.format(flag=str(flag)))
+    begun(process, folder)
+    flag.touch()
+    process.send(signal.SIGINT)
+    process.until(lambda: any(folder.glob("checkpoints/.tmp-*")))  # it is saving
+    process.send(signal.SIGINT)
+    process.send(signal.SIGINT)
+    ended = process.wait()
+    assert ended.code == 130, ended.err
+    assert "mars: interrupted" in ended.err
+    assert "Traceback" not in ended.err
+    assert not list(folder.glob("checkpoints/.tmp-*"))
+    check_whole(mars, folder)
+
+
+def test_a_second_process_is_refused_and_the_first_not_disturbed(
+    mars: Nursery, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    path = given(folder, steps=NEVER, eval_every=40)
+    first = mars.start("train", path)
+    begun(first, folder)
+    second = mars.run("train", path)
+    assert second.code == 1
+    assert f"is in use by process {first.pid} on host" in second.err
+    first.send(signal.SIGKILL)  # its lock file stays, its lock does not
+    first.wait()
+    assert str(first.pid) in (folder / "lock").read_text()
+    check_whole(mars, folder)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_training_goes_on_when_nobody_reads_its_output(
+    mars: Nursery, tmp_path: Path, kind: str
+) -> None:
+    """As in `mars train … 2>&1 | tee`, when tee is killed; or a terminal that is gone."""
+    folder = tmp_path / "run"
+    if kind == "pipe":
+        path = tmp_path / "fifo"
+        os.mkfifo(path)
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        others: list[int] = []
+    else:
+        reader, slave = os.openpty()
+        path, others = Path(os.ttyname(slave)), [slave]
+    process = mars.start("train", given(folder, steps=NEVER, eval_every=4), err=path)
+    begun(process, folder)
+    for descriptor in (reader, *others):
+        os.close(descriptor)
+    at = max(steps(folder))
+    process.until(lambda: max(steps(folder)) > at + 12)  # validations were told meanwhile
+    process.send(signal.SIGTERM)
+    process.err = Path(os.devnull)
+    ended = process.wait()
+    assert ended.code == 0
+    assert len(texts(folder, "interrupted")) == 1
+    assert "stopped at step" in ended.out
