@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: test check race clean
+.PHONY: test test-faults check race clean
 
 test: $(VENV)/installed ## install, lint, type-check, run every test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+test-faults: $(VENV)/installed ## every fault of docs/reliability.md, the slow ones too
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m faults tests
 
 check: test
 

@@ -272,54 +272,6 @@ def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
     assert after == [pair for pair in before if pair[0].name != "lock"]
 
 
-KILLER = """
-import os, pathlib, random, signal, sys, time
-sys.path.insert(0, {tests!r})
-from miniature import run
-from mars.lab.train import train
-import torch
-torch.set_num_threads(1)
-out, kills, seed = pathlib.Path({out!r}), {kills}, random.Random(7)
-train(run(out.with_name("warm"), {optimizer!r}, steps=1))  # what is imported late, once
-done = 0
-while True:
-    child = os.fork()
-    if child == 0:
-        try:
-            train(run(out, {optimizer!r}, steps=600, eval_every=40))
-            os._exit(0)
-        except BaseException as error:
-            print(repr(error), flush=True)
-            os._exit(1)
-    if done < kills:
-        time.sleep(seed.uniform(0.02, 0.35))
-        os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        done += 1
-    else:
-        break
-print("killed", done, "times, exit", os.WEXITSTATUS(status))
-"""
-
-
-@pytest.mark.slow
-def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
-    """kill -9 at random moments, in a real process; the end is that of the undisturbed run."""
-    script = KILLER.format(
-        tests=str(Path(__file__).parent), out=str(tmp_path / "killed"), kills=20, optimizer="mars-m"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=280
-    )
-    assert "killed 20 times, exit 0" in done.stdout, done.stdout + done.stderr
-    train(run(tmp_path / "whole", "mars-m", steps=600, eval_every=40))
-    for name, tensor in weights(tmp_path / "whole", 600).items():
-        assert torch.equal(tensor, weights(tmp_path / "killed", 600)[name]), name
-    assert flat(state(tmp_path / "whole", 600)) == flat(state(tmp_path / "killed", 600))
-    assert losses(tmp_path / "whole") == losses(tmp_path / "killed")
-
-
 def start(config: Run, directory: Path) -> subprocess.Popen[str]:
     path = directory / "given.json"
     from mars.lab.config import to_json
