@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from nursery import Ended, Nursery
-from runs import assert_alike, given, newest, steps
+from runs import assert_alike, given, newest, set_length, steps
 
 from mars.lab.log import read
 
@@ -86,6 +86,7 @@ def test_a_disk_that_fills_up_during_a_record(
     assert mars.run("train", given(folder, steps=40, eval_every=20)).code == 0
     shutil.move(folder / "log.jsonl", small_disk / "log.jsonl")
     (folder / "log.jsonl").symlink_to(small_disk / "log.jsonl")
+    set_length(folder, LONG)
     filler = fill(small_disk, 0)
     # Rewinding replaces the log as a whole, on the run's own disk; not here.
     fault = "from mars.lab.log import Log; Log.rewind = lambda *_: 0"
@@ -126,7 +127,8 @@ def test_a_read_only_file_system(mars: Nursery, small_disk: Path, tmp_path: Path
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     ended = mars.run("train", path, "--keep.out", small_disk / "new")
     check_clean_end(ended, "the file system is read-only; choose another one")
-    ended = mars.run("train", path, "--keep.out", done, "--loop.steps", "6")
+    longer = given(tmp_path / "longer", steps=6)
+    ended = mars.run("train", longer, "--keep.out", done)
     check_clean_end(ended, "the file system is read-only; choose another one")
     assert "done at step 3" in mars.run("train", path, "--keep.out", done).out  # it is complete
 

@@ -155,7 +155,8 @@ def test_a_spoiled_shard_is_named_and_nothing_is_changed(
     log = (tmp_path / "run" / "log.jsonl").read_bytes()
     act, complaint = SPOILED[harm]
     act(shards / "train_000001.bin")
-    ended = mars.run("train", path, "--loop.steps", "12")
+    longer = written(config(tmp_path / "run", steps=12).replace(data={"source": str(shards)}))
+    ended = mars.run("train", longer)
     assert ended.code == 1
     assert complaint in ended.err
     assert "Traceback" not in ended.err
@@ -168,8 +169,9 @@ def test_data_that_changed_since_the_run_began(mars: Nursery, tmp_path: Path) ->
     path = written(config(tmp_path / "run", steps=6).replace(data={"source": str(text)}))
     assert mars.run("train", path).code == 0
     text.write_text(TEXT.read_text().replace("ship", "boat"))
-    ended = mars.run("train", path, "--loop.steps", "12")
+    path = written(config(tmp_path / "run", steps=12).replace(data={"source": str(text)}))
+    ended = mars.run("train", path)
     assert ended.code == 1
     assert "has changed since the run in" in ended.err
     text.write_text(TEXT.read_text())
-    assert mars.run("train", path, "--loop.steps", "12").code == 0
+    assert mars.run("train", path).code == 0

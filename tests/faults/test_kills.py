@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from nursery import Nursery
-from runs import assert_alike, given, newest, steps, texts
+from runs import assert_alike, given, newest, set_length, steps, texts
 
 NEVER = 1_000_000
 
@@ -29,6 +29,7 @@ def kill_again_and_again(mars: Nursery, folder: Path, kills: int, optimizer: str
         process.send(signal.SIGKILL)
         assert process.wait().code == -signal.SIGKILL
     end = max(steps(folder)) + 7
+    set_length(folder, end)
     ended = mars.run("train", given(folder, optimizer, steps=end, eval_every=40))
     assert ended.code == 0, ended.err
     assert f"done at step {end}" in ended.out

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from nursery import Nursery, Process
-from runs import assert_alike, given, newest, steps, texts
+from runs import assert_alike, given, newest, set_length, steps, texts
 
 from mars.lab.log import read
 
@@ -22,6 +22,7 @@ def begun(process: Process, folder: Path) -> None:
 def check_whole(mars: Nursery, folder: Path) -> None:
     """Let it go on a little; it is the run that was not stopped."""
     end = max(steps(folder)) + 5
+    set_length(folder, end)
     ended = mars.run("train", given(folder, steps=end, eval_every=40))
     assert ended.code == 0, ended.err
     whole = folder.with_name("whole")

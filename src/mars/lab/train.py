@@ -82,10 +82,10 @@ def train(
         if ended is not None:
             return ended
     training, *tokens = prepare(run)
-    _check_data(directory, tokens[0], tokens[1])
     with RunDirectory(directory).lock():
         start, refused = _find_start(directory)
         if start is not None:
+            _check_data(directory, tokens[0], tokens[1])
             training.restore(start)
         keep = run.keep
         log = Log(directory, tensorboard=keep.tensorboard, wandb=keep.wandb, config=to_json(run))
