@@ -80,14 +80,17 @@ def run_all(jobs: list[Job], processes: int, command: str) -> dict[str, str] | N
         pool = ProcessPoolExecutor(processes, context, _begin, (records,))
         futures = {pool.submit(_work, job, command): job for job in jobs}
         try:
+            seen: set[Any] = set()
             while any(not future.done() for future in futures):
                 _drain(records, board)
                 _finish(futures, board)
+                workers.check(seen)
         except KeyboardInterrupt:
             board.say("stopping: runs in progress are saved")
             workers.stop(pool)
             return None
         except BrokenProcessPool as error:
+            workers.stop(pool)
             raise LabError("a worker died (memory?); the same command goes on from here") from error
         _drain(records, board)
         _finish(futures, board)

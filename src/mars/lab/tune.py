@@ -117,14 +117,17 @@ class Search:
         self.findings.write(self.study)
         stopped = False
         with workers.terminable(), self._executor() as pool:
+            seen: set[Any] = set()
             try:
                 while self._fill(pool, stopped):
-                    for future in wait(self.active, return_when=FIRST_COMPLETED).done:
+                    for future in wait(self.active, 1.0, FIRST_COMPLETED).done:
                         stopped |= self._end(self.active.pop(future), future.result())
+                    workers.check(seen)
             except KeyboardInterrupt:
                 stopped = True
                 self._stop(pool)
             except BrokenProcessPool as error:
+                workers.stop(pool)
                 raise LabError("a worker died (memory?); the same command goes on") from error
         self.findings.write(self.study)
         sys.stdout.write(self.findings.tell(self.study) + "\n")

@@ -10,7 +10,9 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Executor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -72,6 +74,18 @@ def terminable() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def check(seen: set[Any]) -> None:
+    """Raise BrokenProcessPool if one of the workers seen before has died.
+
+    A pool looks after the workers it had when it last woke up: the death of one begun later goes
+    unnoticed until another has a result, which may be hours, or never.
+    """
+    alive = set(multiprocessing.active_children())
+    if seen - alive:
+        raise BrokenProcessPool
+    seen |= alive
 
 
 def stop(pool: Executor) -> None:
