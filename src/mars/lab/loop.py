@@ -69,7 +69,7 @@ class Training:
         self.batches = Batches(train, context, loop.batch_size, loop.seed)
         self.held_out = validation(valid, context, loop.eval_sequences)
         self.flops = flops_per_token(run.model)
-        self.step, self.best = 0, math.inf
+        self.step = 0
         self.skips = 0  # steps skipped just now, in a row
         self.clock = Clock(self.device)
         self.window = torch.zeros((), dtype=torch.float64, device=self.device)  # sum of losses
@@ -213,7 +213,6 @@ class Training:
         return {
             "step": self.step,
             "seconds": self.clock.seconds,
-            "best": self.best if math.isfinite(self.best) else None,
             "window": float(self.window),
             "window_steps": self.window_steps,
             "scaler": self.scaler.state_dict(),
@@ -223,7 +222,6 @@ class Training:
     def restore(self, path: Path) -> None:
         state = checkpoint.load(path, self.model, self.optimizer)
         self.step = state["step"]
-        self.best = math.inf if state["best"] is None else state["best"]
         self.clock.seconds = state["seconds"]
         self.window.fill_(state["window"])
         self.window_steps = state["window_steps"]
@@ -343,13 +341,10 @@ class Session:
         norm = nn.utils.get_total_norm([p.detach() for p in t.model.parameters()])
         if not bool(norm.isfinite()):  # a checkpoint must be worth going back to
             self._diverge("a parameter is not finite")
-        better = self.valid is not None and self.valid_at == t.step and self.valid < t.best
-        if better and self.valid is not None:
-            t.best = self.valid
         self.log.sync()  # a power cut leaves both, or the checkpoint before
         checkpoint.save(
             self.directory, t.step, t.model, t.optimizer, t.training_state(),
-            keep=t.run.keep.last, best=t.best if better else None,
+            keep=t.run.keep.last, best=self.valid if self.valid_at == t.step else None,
         )  # fmt: skip
         self.saved_at = t.step
 
