@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,8 @@ def _child(request: dict[str, Any]) -> None:
     for descriptor, path, how in ((0, os.devnull, os.O_RDONLY), (1, request["out"], flags),
                                   (2, request["err"], flags)):  # fmt: skip
         os.dup2(os.open(path, how), descriptor)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 (a pipe is not what the parent had)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     code = 1
     try:
         if request["fault"]:
@@ -120,7 +123,7 @@ def _child(request: dict[str, Any]) -> None:
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException:
-        sys.excepthook(*sys.exc_info())
+        traceback.print_exc()
     os._exit(code)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -109,7 +110,14 @@ def test_training_goes_on_when_nobody_reads_its_output(
         reader, slave = os.openpty()
         path, others = Path(os.ttyname(slave)), [slave]
     process = mars.start("train", given(folder, steps=NEVER, eval_every=4), err=path)
-    begun(process, folder)
+    os.set_blocking(reader, False)
+
+    def reads() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            os.read(reader, 100_000)
+        return len(steps(folder)) > 0
+
+    process.until(reads)
     for descriptor in (reader, *others):
         os.close(descriptor)
     at = max(steps(folder))
