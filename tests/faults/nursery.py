@@ -85,7 +85,10 @@ class Nursery:
         """Start `mars WORDS`. ``fault`` is Python that the child runs first, to harm itself."""
         self.count += 1
         out = self.folder / f"{self.count}.out"
-        err = err or self.folder / f"{self.count}.err"
+        if err is None:
+            err = self.folder / f"{self.count}.err"
+            err.touch()  # there, and empty, when the child is killed before it opens them
+        out.touch()
         request = {"words": [str(w) for w in words], "fault": fault, "out": str(out)}
         return Process(self, self.ask({**request, "err": str(err)})["pid"], out, err)
 
