@@ -33,13 +33,15 @@ LAYERS = {
     "mars.lab": 9,
     **{f"mars.lab.{name}": 10 for name in ("errors", "config")},
     **{f"mars.lab.{name}": 11 for name in ["rundir", "plainfile", "sealed", "tensorfile", "sinks"]},
+    **{f"mars.lab.{name}": 11 for name in ["parallel", "dtensors", "retention", "optimizer_state"]},
     **{f"mars.lab.{name}": 12 for name in ("data", "models", "report", "checkpoint", "log")},
     **{
         f"mars.lab.{name}": 12 for name in ["signals", "clock", "schedule", "optimizers", "recipes"]
     },
-    **{f"mars.lab.{name}": 13 for name in ("hardware", "workers")},
-    "mars.lab.loop": 14,
-    **{f"mars.lab.{name}": 15 for name in ("train", "progress", "sample")},
+    **{f"mars.lab.{name}": 12 for name in ("sharded", "saver")},
+    **{f"mars.lab.{name}": 13 for name in ("hardware", "workers", "wrapping")},
+    **{f"mars.lab.{name}": 14 for name in ("loop", "session")},
+    **{f"mars.lab.{name}": 15 for name in ("train", "progress", "sample", "converting")},
     **{f"mars.lab.{name}": 16 for name in ("describe", "pool", "arguments")},
     **{
         f"mars.lab.{name}": 17

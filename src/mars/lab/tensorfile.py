@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mars.lab.dtensors import fill
 from mars.lab.errors import LabError
 
 DTYPES = {
@@ -75,10 +76,18 @@ def read_into(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Copy a file's tensors into these, in place; call ``difference`` before."""
     from safetensors import safe_open
 
-    with safe_open(path, framework="pt") as file, torch.no_grad():
+    with safe_open(path, framework="pt") as file:
         stored = _stored(file)
         for name, t in tensors.items():
-            t.copy_(file.get_tensor(stored[name]))
+            fill(t, file.get_tensor(stored[name]))
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file, by all of their names."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(stored) for name, stored in _stored(file).items()}
 
 
 def difference(path: Path, tensors: Mapping[str, Tensor]) -> str | None:
