@@ -342,8 +342,9 @@ sys.path.insert(0, {tests!r})
 import processes
 if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     processes.At(7, processes.die)
-from mars.lab.cli import main
-raise SystemExit(main(["train", {config!r}]))
+from mars.lab.cli import command
+sys.argv[1:] = ["train", {config!r}]
+command()
 """
 
 

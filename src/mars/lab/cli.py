@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from mars.lab.errors import Elsewhere, LabError
 
@@ -197,5 +198,17 @@ def _reported_elsewhere(error: LabError) -> bool:
     return not dist.is_initialized()
 
 
+def command() -> NoReturn:
+    """The process `mars`."""
+    code = main()
+    if "RANK" in os.environ:
+        # One process of several. Threads of its process groups may outlive the interpreter, and
+        # end the process with SIGABRT when all is done: torchrun would call that a failure.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    command()
