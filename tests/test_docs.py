@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 ROOT = Path(__file__).parents[1]
+# Packages that the snippets of a page are about.
+NEEDS = {"trainers.md": ("transformers", "accelerate", "lightning")}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -48,6 +50,8 @@ def surroundings() -> dict:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_snippets_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for package in NEEDS.get(page.name, ()):
+        pytest.importorskip(package)
     names = surroundings()
     for block in blocks(page):
         if page.name != "README.md":  # which is read from top to bottom and says its imports

@@ -127,6 +127,15 @@ def test_a_small_lr_beside_the_default_lr_1d_is_pointed_out(
     assert "lr_1d=0.003, 300 times more" in caplog.text
 
 
+def test_a_weight_decay_that_no_group_has_is_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Hugging Face's Trainer sets weight_decay in both of its groups, 0 by default."""
+    MARS([{"params": [weight()]}, {"params": [weight()], "weight_decay": 0.0}], weight_decay=0.1)
+    MARS([{"params": [weight()], "weight_decay": 0.1}])
+    assert not caplog.records
+    MARS([{"params": [weight()], "weight_decay": 0.0} for _ in range(2)], weight_decay=0.1)
+    assert "weight_decay=0.1 is used nowhere: every group sets its own (0, 0)" in caplog.text
+
+
 def test_an_option_changed_to_nonsense_later_is_named() -> None:
     p = weight()
     optimizer = MARS([p])

@@ -59,6 +59,18 @@ def warn_about_vectors(groups: Iterable[dict[str, Any]], lr: float, lr_1d: float
         )  # fmt: skip
 
 
+def warn_about_decay(groups: Sequence[dict[str, Any]], weight_decay: Any) -> None:
+    """A weight_decay that no group has is a trap: Hugging Face's Trainer sets its own in each."""
+    own = [group["weight_decay"] for group in groups]
+    if isinstance(weight_decay, Tensor) or not weight_decay or weight_decay in own:
+        return
+    logger.warning(
+        "weight_decay=%g is used nowhere: every group sets its own (%s). Say it in the groups, or "
+        "in TrainingArguments of Hugging Face's Trainer (docs/trainers.md)",
+        weight_decay, ", ".join(f"{value:g}" for value in own),
+    )  # fmt: skip
+
+
 class ParamGroups(list[dict[str, Any]]):
     """Groups for `MARS`, that print as a table."""
 

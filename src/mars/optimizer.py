@@ -18,7 +18,7 @@ from mars import exact, state
 from mars.collect import collect, step_batches
 from mars.dispatch import capturing, one_launch, shares_norm, why_not_fused
 from mars.engines import Batch
-from mars.groups import DEFAULT_LR_1D, resolve, warn_about_vectors
+from mars.groups import DEFAULT_LR_1D, resolve, warn_about_decay, warn_about_vectors
 from mars.options import as_float, check_known, check_values, plain_numbers
 from mars.plan import Plan
 from mars.sharding import Ranks, gradient, is_sharded, layout_of, local
@@ -159,6 +159,7 @@ class MARS(Optimizer):
         super().__init__(params, defaults)
         self._reset_private()
         warn_about_vectors(self.param_groups, self.defaults["base_lr"], lr_1d)
+        warn_about_decay(self.param_groups, weight_decay)
 
     def _reset_private(self) -> None:
         self._observer: Any = getattr(self, "_observer", None)  # see mars.diagnostics
