@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from mars.lab import checkpoint, hardware
-from mars.lab.config import Run, check, from_json, to_json
+from mars.lab import checkpoint, hardware, loading
+from mars.lab.config import Run, check, read_config, to_json
 from mars.lab.data import Tokens, check_vocabulary, open_tokens
 from mars.lab.errors import LabError
 from mars.lab.log import Log, read
@@ -87,6 +87,8 @@ def train(
         if start is not None:
             _check_data(directory, tokens[0], tokens[1])
             training.restore(start)
+        elif run.model.init is not None:
+            loading.initialise(training.model, run.model.init)
         keep = run.keep
         log = Log(directory, tensorboard=keep.tensorboard, wandb=keep.wandb, config=to_json(run))
         with log, Interrupt() as interrupt:
@@ -181,17 +183,6 @@ def _find_start(directory: Path) -> tuple[Path | None, list[str]]:
 
 def _text(run: Run) -> bytes:
     return (json.dumps(to_json(run), indent=2) + "\n").encode()
-
-
-def read_config(path: Path) -> Run:
-    """The configuration that a run was started with."""
-    try:
-        return check(from_json(json.loads(path.read_text())))
-    except (OSError, ValueError, LabError) as error:
-        raise LabError(
-            f"{path} is no configuration of a run: {error} (restore it; or remove it, and give "
-            "the command that began the run)"
-        ) from error
 
 
 def first_difference(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, Any, Any] | None:
