@@ -45,7 +45,7 @@ def load(where: str, choice: str | None = None, device: torch.device | str = "cp
         folder = Folder(path)
         return Loaded(path.name, folder.load().to(device).eval(), folder.tokenizer, None, None)
     run, found = find(path, choice)
-    model = GPT(run.model)
+    model = GPT(run.model, seed=None)
     checkpoint.load(found, model)
     words = tokenizer(run.data.tokenizer)
     name = found.resolve().parents[1].name

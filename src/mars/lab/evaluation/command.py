@@ -114,8 +114,8 @@ def _note(name: str, own: list[Result], scorer: Scorer, seconds: float) -> str:
     note = f"{name}: {items} items in {units.seconds(seconds)}"
     if scorer.cut:
         note += (
-            f"; {scorer.cut} prompts were longer than its context of {scorer.context} tokens and "
-            "lost their beginning"
+            f"; {scorer.cut} of {scorer.asked} prompts with an answer were longer than its context "
+            f"of {scorer.context} tokens and lost their beginning"
         )
     return note
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ def language_model(scorer: Scorer, watch: Watch = lambda done, of: None) -> Any:
     return Ours()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(scorer: Scorer, context: str, settings: dict[str, Any]) -> str:
     """The likeliest text, token by token, up to one of the stop texts."""
     if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
@@ -73,17 +74,24 @@ def generate(scorer: Scorer, context: str, settings: dict[str, Any]) -> str:
     return text
 
 
+@cache
+def task_manager() -> Any:
+    """What finds lm-eval's tasks; it reads thousands of files, some seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
 def evaluate(
     scorer: Scorer, tasks: Sequence[Any], limit: int | None, watch: Watch = lambda done, of: None
 ) -> list[Result]:
     """Results of lm-eval's own tasks (names, or its task objects), item by item."""
     model = language_model(scorer, watch)
     from lm_eval.evaluator import simple_evaluate
-    from lm_eval.tasks import TaskManager
 
     for chatty in ("lm_eval", "huggingface_hub", "datasets"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
-    manager = TaskManager()
+    manager = task_manager()
     known = set(manager.all_tasks)
     for task in tasks:
         if isinstance(task, str) and task not in known:

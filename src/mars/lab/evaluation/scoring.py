@@ -75,7 +75,7 @@ class Scorer:
         # Rows that only pad the embedding are no tokens.
         self.vocabulary = min(words.vocab_size, model.config.vocab_size)
         self.rows_at_once = max(1, (GPU_BYTES if on_gpu else CPU_BYTES) // (4 * self.vocabulary))
-        self.cut = 0  # requests that lost some of their context
+        self.asked = self.cut = 0  # requests so far, and those that lost some of their context
 
     @property
     def prefix(self) -> int:
@@ -107,6 +107,7 @@ class Scorer:
     ) -> list[Score]:
         """The scores of (context, continuation), in their order."""
         rows = self._rows(requests)
+        self.asked += len(requests)
         sums = np.zeros(len(requests))
         greedy = np.ones(len(requests), dtype=bool)
         total = sum(len(row.tokens) for row in rows)
@@ -147,7 +148,6 @@ class Scorer:
             yield rows[first : first + count]
             first += count
 
-    @torch.inference_mode()
     def _run(
         self, batch: list[_Row]
     ) -> Iterator[tuple[int, npt.NDArray[np.float64], npt.NDArray[np.bool_]]]:
@@ -176,6 +176,7 @@ class Scorer:
         requests = [request for row in batch for request, _ in row.targets]
         yield from zip(requests, np.split(logs, ends), np.split(best, ends), strict=True)
 
+    @torch.no_grad()
     def _log_probabilities(
         self, tokens_BT: Tensor, places_N: Tensor, wanted_N: Tensor
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:

@@ -32,7 +32,7 @@ def table(names: Sequence[str], results: Sequence[Sequence[Result]]) -> str:
         results: of each model, the same tasks in the same order.
     """
     first, others = results[0], results[1:]
-    head = ["task", "metric", "items", "chance", *names, *(f"{n} − {names[0]}" for n in names[1:])]
+    head = ["task", "metric", "items", "chance", *names, *(f"{n} − first" for n in names[1:])]
     rows = [head]
     for column in zip(*results, strict=True):
         one = column[0]
