@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,28 @@ def test_training_begins_with_given_weights(published: Path, tmp_path: Path) -> 
     last = [r["loss"] for r in read(tmp_path / "r") if r["kind"] == "valid"][-1]
     assert records[0]["loss"] == pytest.approx(last, rel=1e-6)
     assert last != pytest.approx(first, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--model.n_layer", "1"], "has transformer.h.1"),
+        (
+            ["--model.vocab_size", "320"],
+            r"wte.weight has shape \(256, 32\), the model's \(320, 32\)",
+        ),
+        (["--model.no-bias"], "has biases .*: give --model.bias"),
+        (["--model.init", "nowhere"], "neither a run directory nor a checkpoint"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    more: list[str], message: str, published: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    words = ["train", "gpt-tiny", "--model.init", str(published), "--keep.out", str(tmp_path / "r")]
+    assert main([*words, "--loop.device", "cpu", *more]) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "r" / "config.json").exists()
 
 
 def test_a_run_with_given_weights_goes_on_without_them(published: Path, tmp_path: Path) -> None:

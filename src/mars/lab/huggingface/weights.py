@@ -114,10 +114,7 @@ def plain_name(name: str) -> str | None:
 
 @torch.no_grad()
 def fill(target: nn.Module, stored: Iterator[tuple[str, Tensor]], where: str) -> None:
-    """Put their tensors into a model of ours, which may have more rows of the embedding.
-
-    Where ours has no biases, theirs must be zero.
-    """
+    """Put their tensors into a model of ours; where it has no biases, theirs must be zero."""
     own = dict(target.named_parameters())
     missing = set(own)
     head: Tensor | None = None
@@ -131,13 +128,11 @@ def fill(target: nn.Module, stored: Iterator[tuple[str, Tensor]], where: str) ->
         if name not in own:
             if name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in own:
                 if bool(value.any()):
-                    raise LabError(f"{where} has biases ({name}): give --model.bias True")
+                    raise LabError(f"{where} has biases ({name}): give --model.bias")
                 continue
             raise LabError(f"{where} has {theirs}, which our GPT-2 has not")
         value = value.T if name.endswith(TRANSPOSED) else value
-        p: Tensor = own[name]
-        if name == "transformer.wte.weight" and value.shape[1:] == p.shape[1:]:
-            p = p[: len(value)]
+        p = own[name]
         if p.shape != value.shape:
             raise LabError(
                 f"{where}: {theirs} has shape {tuple(value.shape)}, the model's {tuple(p.shape)}"
@@ -147,5 +142,5 @@ def fill(target: nn.Module, stored: Iterator[tuple[str, Tensor]], where: str) ->
     if missing:
         raise LabError(f"{where} lacks {min(missing)}")
     table = own["transformer.wte.weight"]
-    if head is not None and not torch.equal(head.to(table), table[: len(head)]):
+    if head is not None and not torch.equal(head.to(table), table):
         raise LabError(f"{where} has a head (lm_head.weight) of its own: ours is the embedding")
