@@ -6,6 +6,7 @@ lm-eval is imported only here, and only when it is asked for.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -91,6 +92,7 @@ def evaluate(
 
     for chatty in ("lm_eval", "huggingface_hub", "datasets"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
+    sys.stderr.write("lm-eval looks for its tasks and their data\n")
     manager = task_manager()
     known = set(manager.all_tasks)
     for task in tasks:

@@ -129,12 +129,13 @@ class Scorer:
 
     def _rows(self, requests: Sequence[tuple[Tokens, Tokens]]) -> list[_Row]:
         """Every sequence once, the longest first: what does not fit in memory fails at once."""
+        known = self.model.config.vocab_size
+        if known < self.words.vocab_size:  # else it knows whatever the tokenizer makes
+            most = max(max([*context, *continuation]) for context, continuation in requests)
+            if most >= known:
+                raise LabError(f"the text has token {most}: the model knows {known}")
         rows: dict[tuple[int, ...], _Row] = {}
         for i, (context, continuation) in enumerate(requests):
-            most = max(max(context, default=0), max(continuation, default=0))
-            if most >= self.model.config.vocab_size:
-                known = self.model.config.vocab_size
-                raise LabError(f"the text has token {most}: the model knows {known}")
             self.cut += len(context) + len(continuation) > self.context + 1
             for tokens, targets in windows(context, continuation, self.context):
                 row = rows.setdefault(tuple(tokens), _Row(tokens))
