@@ -157,7 +157,7 @@ def main() -> None:
     report |= {
         "ranks": options.ranks, "width": options.width, "layers": options.layers,
         "dtype": options.dtype, "matrices": len(every), "repetitions": options.repetitions,
-        "elements": sum(rows * cols for rows, cols in every),
+        "elements": sum(rows * cols for rows, cols in every), "shapes": every,
         "flops": sum(flops("mars-m", shape, 5) for shape in every),
         "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, gloo",
         "load": os.getloadavg()[1], "torch": torch.__version__,

@@ -38,13 +38,15 @@ LAYERS = {
     **{f"mars.lab.huggingface.{name}": 16 for name in ("command", "writing")},
     "mars.lab.loading": 14,
     "mars.lab.evaluation": 16,
+    **{f"mars.lab.{name}": 11 for name in ["parallel", "dtensors", "retention", "optimizer_state"]},
     **{f"mars.lab.{name}": 12 for name in ("data", "models", "report", "checkpoint", "log")},
     **{
         f"mars.lab.{name}": 12 for name in ["signals", "clock", "schedule", "optimizers", "recipes"]
     },
-    **{f"mars.lab.{name}": 13 for name in ("hardware", "workers")},
-    "mars.lab.loop": 14,
-    **{f"mars.lab.{name}": 15 for name in ("train", "progress", "sample")},
+    **{f"mars.lab.{name}": 12 for name in ("sharded", "saver")},
+    **{f"mars.lab.{name}": 13 for name in ("hardware", "workers", "wrapping")},
+    **{f"mars.lab.{name}": 14 for name in ("loop", "session")},
+    **{f"mars.lab.{name}": 15 for name in ("train", "progress", "sample", "converting")},
     **{f"mars.lab.{name}": 16 for name in ("describe", "pool", "arguments")},
     **{
         f"mars.lab.{name}": 17
@@ -124,7 +126,7 @@ def test_the_lab_imports_its_packages_late() -> None:
 
 
 def test_the_lab_uses_the_librarys_public_names() -> None:
-    public = ("mars", "mars.lab", "mars.diagnostics", "mars.bench.shapes")
+    public = ("mars", "mars.lab", "mars.diagnostics", "mars.sharding", "mars.bench.shapes")
     for path in (SOURCE / "lab").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mars"):

@@ -353,10 +353,85 @@ STATE = (
     ),
 )
 
-# Faults of several processes: one rank dies; NaN on one rank only (all decide alike); an
-# asynchronous save while parameters change; an asynchronous save that fails; a missing shard of a
-# sharded checkpoint; resharding to another number of ranks. Their rows come here.
-DISTRIBUTED: tuple[Fault, ...] = ()
+DISTRIBUTED = (
+    fault(
+        "one rank dies",
+        "the others end; the same command, with any number of processes, goes on",
+        "`rank 1: another process has ended or is lost: …`",
+        "lab/test_parallel.py::test_one_that_dies_does_not_hang_the_others",
+        "faults/test_shards.py::test_a_rank_that_dies_leaves_a_run_that_one_process_can_end",
+    ),
+    fault(
+        "one rank dies under `torchrun --max-restarts`",
+        "torchrun starts all again and the run goes on by itself, to the bit",
+        "`resumed from step-…`",
+        "lab/test_parallel.py::test_torchrun_restarts_a_run_of_which_a_process_died",
+    ),
+    fault(
+        "`kill -9` of one rank at random times, 50 times",
+        "ends as the undisturbed run, to the bit",
+        "`resumed from step-…`",
+        "faults/test_shards.py::test_one_rank_killed_fifty_times_changes_nothing",
+        "faults/test_shards.py::test_one_rank_killed_three_times_changes_nothing",
+    ),
+    fault(
+        "a rank killed while shards are written, or before they get their name",
+        "the checkpoint before is used; the pieces are removed",
+        "`resumed from step-…`, no warning",
+        "faults/test_shards.py::test_a_rank_killed_while_shards_are_written",
+    ),
+    fault(
+        "SIGTERM to one rank",
+        "all stop at the same step and save",
+        "`SIGTERM at step …`",
+        "lab/test_parallel.py::test_a_signal_to_one_stops_all_at_one_step_and_the_run_goes_on",
+    ),
+    fault(
+        "a loss that is not finite on one rank",
+        "all ranks stop, or skip the step (`--loop.skip-nan`), alike",
+        "one line, from rank 0",
+        "lab/test_parallel.py::test_what_is_not_finite_on_one_stops_all",
+        "lab/test_parallel.py::test_what_is_not_finite_on_one_is_skipped_by_all",
+    ),
+    fault(
+        "parameters change while a save goes on behind them",
+        "the checkpoint is of the moment it was asked for",
+        "nothing",
+        "lab/test_parallel.py::test_a_checkpoint_is_of_the_moment_it_was_asked_for",
+    ),
+    fault(
+        "a save behind the training fails on one rank",
+        "all end; nothing half written is left, earlier checkpoints are untouched",
+        "`cannot save checkpoint …: …`, from one rank",
+        "lab/test_parallel.py::test_a_save_that_fails_behind_the_training_ends_it_with_one_error",
+    ),
+    fault(
+        "a shard, its index or the manifest missing, empty, truncated or torn",
+        "the checkpoint before is used",
+        "`checkpoint refused: step-…: …`",
+        "faults/test_shards.py::test_a_damaged_shard_index_or_manifest",
+        "faults/test_shards.py::test_two_ranks_go_on_from_the_one_before_when_a_shard_is_missing",
+    ),
+    fault(
+        "a flipped bit in any file of a sharded checkpoint",
+        "the checkpoint before is used",
+        "`… does not match its checksum`",
+        "lab/test_parallel.py::test_a_flipped_bit_in_a_shard_is_told_and_the_one_before_used",
+    ),
+    fault(
+        "another number of ranks than saved it: 2→1, 1→2, 2→3, 4→2",
+        "the same weights, state and losses (1e-6)",
+        "`resumed from step-…`",
+        "lab/test_parallel.py::test_saved_on_some_loaded_on_others",
+        "lab/test_parallel.py::test_one_file_is_loaded_in_shards",
+    ),
+    fault(
+        "a pickle bomb as the index of shards",
+        "is not run",
+        "`… has no place there`",
+        "lab/test_parallel.py::test_an_index_that_would_run_code_is_refused",
+    ),
+)
 
 SECTIONS = {
     "Processes that die": KILLS,

@@ -1,5 +1,5 @@
 """`python -m mars.lab` is the command `mars`."""
 
-from mars.lab.cli import main
+from mars.lab.cli import command
 
-raise SystemExit(main())
+command()

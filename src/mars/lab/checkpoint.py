@@ -2,39 +2,39 @@
 
 A checkpoint is a directory ``checkpoints/step-00000200`` of four files: model.safetensors,
 optimizer.pt, training.pt and manifest.json, which seals the others (see sealed.py). It is made
-under another name and renamed when all of it is on disk. Which is the newest is decided by step
-numbers and checksums: no clock and no pointer to the latest one is trusted.
+under another name and renamed when all of it is on disk. A sharded one (saver.py) has the files of
+torch.distributed.checkpoint in place of model.safetensors; both load into any number of processes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
-import platform
 import random
-import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
-import mars
-from mars.lab import plainfile, sealed, tensorfile
+from mars.lab import optimizer_state, plainfile, retention, sealed, tensorfile
+from mars.lab.dtensors import is_sharded
 from mars.lab.errors import LabError
-from mars.lab.rundir import reason, sync_directory, temporary_name, write_atomically
+from mars.lab.parallel import World
+from mars.lab.retention import MODEL, OPTIMIZER, TRAINING
+from mars.lab.rundir import reason, temporary_name
 from mars.lab.sealed import CheckpointError
+
+if TYPE_CHECKING:
+    from mars.lab.saver import Saver
+    from mars.lab.sharded import Shards
 
 __all__ = ["CheckpointError", "best", "load", "newest", "rng_state", "save", "set_rng_state"]
 
-MODEL, OPTIMIZER, TRAINING = "model.safetensors", "optimizer.pt", "training.pt"
-
-# ".old": a checkpoint whose successor of the same step was being put in its place.
-_NAME = re.compile(r"step-(\d{8,})(\.old)?")
+ALONE = World()
 
 
 def save(
@@ -57,7 +57,7 @@ def save(
         raise LabError(f"{keep} checkpoints to keep: it must be 1 or more")
     folder = Path(run) / "checkpoints"
     final = folder / f"step-{step:08d}"
-    optimizer_state = plainfile.plain(optimizer.state_dict(), "optimizer")
+    state = plainfile.plain(optimizer.state_dict(), "optimizer")
     extra = plainfile.plain({"rng": rng_state(), **training, "step": step}, "training")
     temporary = temporary_name(final)
     try:
@@ -65,13 +65,14 @@ def save(
         temporary.mkdir()
         files: dict[str, Callable[[sealed.HashedFile], object]] = {
             MODEL: lambda file: tensorfile.write_tensors(file, model.state_dict()),
-            OPTIMIZER: lambda file: plainfile.write(file, optimizer_state),
+            OPTIMIZER: lambda file: plainfile.write(file, state),
             TRAINING: lambda file: plainfile.write(file, extra),
         }
-        about = {"step": step, "optimizer": _signature(optimizer), "versions": _versions()}
+        own = optimizer_state.signature(model, optimizer)
+        about = {"step": step, "optimizer": own, "versions": retention.versions()}
         sealed.write(temporary, files, about)
-        _publish(temporary, final)
-        _note_best(folder, step, best)
+        retention.publish(temporary, final)
+        retention.note_best(folder, step, best)
     except OSError as error:
         raise CheckpointError(
             f"cannot save checkpoint {final}: {reason(error)}; earlier ones are untouched"
@@ -79,16 +80,23 @@ def save(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     if keep is not None:
-        _delete_old(folder, step, keep)
+        retention.delete_old(folder, step, keep)
     return final
 
 
-def newest(run: Path, report: Callable[[str], object]) -> Path | None:
-    """The checkpoint of the highest step that is intact; every refused one is reported."""
-    for _, path in _all(Path(run) / "checkpoints"):
+def newest(
+    run: Path, report: Callable[[str], object], world: World = ALONE
+) -> Path | None:  # fmt: skip
+    """The checkpoint of the highest step that is intact; every refused one is reported.
+
+    Processes share the work of reading, and find the same.
+    """
+    folder = Path(run) / "checkpoints"
+    there = world.on_first(lambda: [path for _, path in retention.in_order(folder)])
+    for path in there:
         try:
-            _verify(path)
-        except CheckpointError as error:
+            world.together(partial(_verify, path, (world.rank, world.size)))
+        except LabError as error:
             report(f"checkpoint refused: {error}")
         else:
             return path
@@ -98,7 +106,7 @@ def newest(run: Path, report: Callable[[str], object]) -> Path | None:
 def best(run: Path) -> Path | None:
     """The checkpoint with the lowest loss, if there is one and it is intact."""
     folder = Path(run) / "checkpoints"
-    noted = _noted_best(folder)
+    noted = retention.noted_best(folder)
     if noted is not None:
         with contextlib.suppress(CheckpointError):
             path = folder / f"step-{noted[0]:08d}"
@@ -107,184 +115,108 @@ def best(run: Path) -> Path | None:
     return None
 
 
-def load(path: Path, model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
+def load(
+    path: Path, model: nn.Module, optimizer: Any = None, *, world: World = ALONE,
+    verified: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Verify a checkpoint, put it into model and optimizer, return what else was saved.
 
     What does not fit is a CheckpointError that names the first difference, and changes nothing.
     The random numbers are the caller's to restore: ``set_rng_state(loaded["rng"])``.
+
+    Args:
+        path: the checkpoint, in one file or sharded.
+        model, optimizer: to load into; sharded or not, whatever the checkpoint is.
+        world: the processes; all of them must call it.
+        verified: ``newest`` has just read every byte of it.
     """
     path = Path(path)
-    manifest = _verify(path)
+    manifest = sealed.read_manifest(path) if verified else _verify(path)
+    retention.check_manifest(path, manifest)
+    form = _form(path, manifest, world)
     target = model.state_dict()
-    unfit = tensorfile.difference(path / MODEL, target)
-    if unfit is not None:
-        raise CheckpointError(f"{path} is not of this model: {unfit}")
+    differs = form.difference(target)
+    if differs is not None:
+        raise CheckpointError(f"{path} is not of this model: {differs}")
     extra: dict[str, Any] = plainfile.read(path / TRAINING)
     if optimizer is not None:
-        unfit = _optimizer_difference(manifest["optimizer"], _signature(optimizer))
-        if unfit is not None:
-            raise CheckpointError(f"{path} is not of this optimizer: {unfit}")
-        _load_optimizer(path, optimizer)
-    tensorfile.read_into(path / MODEL, target)
+        own = optimizer_state.signature(model, optimizer)
+        differs = optimizer_state.difference(manifest["optimizer"], own)
+        if differs is not None:
+            raise CheckpointError(f"{path} is not of this optimizer: {differs}")
+        optimizer_state.restore(path, optimizer, form.optimizer_state(model, optimizer))
+    form.read_into(target)
     return extra
 
 
-def rng_state() -> dict[str, Any]:
-    """The state of the random numbers of torch (CPU, and CUDA if in use), Python and NumPy."""
+def saver(world: World) -> Saver | None:
+    """What saves shards, behind the training, where there are shards."""
+    if world.mode != "fsdp2":
+        return None
+    from mars.lab.saver import Saver  # which takes more than a second to import
+
+    return Saver(world)
+
+
+def _form(path: Path, manifest: dict[str, Any], world: World) -> _Single | Shards:
+    if not retention.is_sharded(manifest):
+        return _Single(path)
+    from mars.lab.sharded import Shards  # which takes more than a second to import
+
+    return Shards(path, world)
+
+
+class _Single:
+    """Weights in one file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def difference(self, target: dict[str, Any]) -> str | None:
+        return tensorfile.difference(self.path / MODEL, target)
+
+    def optimizer_state(self, model: nn.Module, optimizer: Any) -> Any:
+        state = plainfile.read(self.path / OPTIMIZER)
+        if any(is_sharded(p) for p in model.parameters()):
+            optimizer_state.distribute(state, optimizer)
+        return state
+
+    def read_into(self, target: dict[str, Any]) -> None:
+        tensorfile.read_into(self.path / MODEL, target)
+
+
+def _verify(path: Path, part: tuple[int, int] = (0, 1)) -> dict[str, Any]:
+    manifest = sealed.verify(path, part)
+    retention.check_manifest(path, manifest)
+    return manifest
+
+
+def rng_state(world: World = ALONE) -> dict[str, Any]:
+    """The state of the random numbers of torch (CPU, and CUDA if in use), Python and NumPy.
+
+    One of many processes gives that of its own GPU.
+    """
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    cuda: list[torch.Tensor] = []
+    if torch.cuda.is_initialized():
+        many = world.mode is not None
+        cuda = [torch.cuda.get_rng_state()] if many else torch.cuda.get_rng_state_all()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "cuda": cuda,
         "python": random.getstate(),
         "numpy": (kind, np.asarray(keys).tolist(), position, has_gauss, gauss),
     }
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: dict[str, Any], world: World = ALONE) -> None:
     """Restore what ``rng_state`` returned, on the devices that there are."""
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and world.mode is not None:
+        for one in state["cuda"][:1]:
+            torch.cuda.set_rng_state(one)
+    elif torch.cuda.is_available():
         for device, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(one, device)
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
-
-
-# Names, order, and what may go.
-
-
-def _all(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of whatever is named like a checkpoint, the newest first."""
-    found = []
-    for path in folder.glob("step-*"):
-        match = _NAME.fullmatch(path.name)
-        if match:
-            found.append((int(match[1]), match[2] is None, path))
-    return [(step, path) for step, _, path in sorted(found, reverse=True)]
-
-
-def _verify(path: Path) -> dict[str, Any]:
-    manifest = sealed.verify(path)
-    _check_manifest(path, manifest)
-    return manifest
-
-
-def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    match = _NAME.fullmatch(path.name)
-    if match and int(match[1]) != manifest["step"]:
-        raise CheckpointError(f"{path.name}: its manifest is that of step {manifest['step']}")
-    for name in (MODEL, OPTIMIZER, TRAINING):
-        if name not in manifest["files"]:
-            raise CheckpointError(f"{path.name}: {name} is not in its manifest")
-
-
-def _looks_valid(path: Path) -> bool:
-    """All but the checksums of the contents, which take as long as reading them."""
-    try:
-        _check_manifest(path, sealed.read_manifest(path))
-    except CheckpointError:
-        return False
-    return True
-
-
-def _publish(temporary: Path, final: Path) -> None:
-    """Give a complete checkpoint its name; at no moment is there none where there was one."""
-    old = final.with_name(final.name + ".old")
-    if final.exists():
-        if old.exists():
-            _delete(old)
-        final.rename(old)
-    temporary.rename(final)
-    sync_directory(final.parent)
-    if old.exists():
-        _delete(old)
-
-
-def _delete(path: Path) -> None:
-    """Delete at one blow: a half deleted checkpoint would look like a broken one. May fail."""
-    with contextlib.suppress(OSError):
-        gone = temporary_name(path)
-        path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
-
-
-def _delete_old(folder: Path, step: int, keep: int) -> None:
-    """Keep this step's checkpoint, the latest before it that look valid, and the best."""
-    noted = _noted_best(folder)
-    mine = folder / f"step-{step:08d}"
-    if not _looks_valid(mine):
-        return  # a file system that lost what it had synced: the others may be all there is
-    kept = 0
-    for other, path in _all(folder):
-        if other > step:
-            continue  # refused when the run was resumed; replaced when the run gets there
-        if path == mine or (kept < keep and _looks_valid(path)):
-            kept += 1
-        elif noted is None or other != noted[0]:
-            _delete(path)
-
-
-def _noted_best(folder: Path) -> tuple[int, float] | None:
-    try:
-        note = json.loads((folder / "best.json").read_text())
-        return int(note["step"]), float(note["loss"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-def _note_best(folder: Path, step: int, loss: float | None) -> None:
-    if loss is None or not math.isfinite(loss):
-        return
-    noted = _noted_best(folder)
-    # One of a later step is of a course of training that has been abandoned.
-    older = noted is not None and noted[0] < step and noted[1] <= loss
-    if noted is not None and older and _looks_valid(folder / f"step-{noted[0]:08d}"):
-        return
-    note = json.dumps({"step": step, "loss": float(loss)}) + "\n"
-    write_atomically(folder / "best.json", note.encode())
-
-
-# Whose it is.
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "mars": mars.__version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
-
-
-def _signature(optimizer: Any) -> dict[str, Any]:
-    """By which a checkpoint of another optimizer, or of other groups, is recognised."""
-    groups = getattr(optimizer, "param_groups", [])
-    shapes = [[list(p.shape) for p in group["params"]] for group in groups]
-    return {"class": type(optimizer).__qualname__, "groups": shapes}
-
-
-def _optimizer_difference(saved: dict[str, Any], own: dict[str, Any]) -> str | None:
-    if saved["class"] != own["class"]:
-        return f"it was saved by {saved['class']}, this is {own['class']}"
-    theirs, ours = saved["groups"], own["groups"]
-    if len(theirs) != len(ours):
-        return f"it has {len(theirs)} parameter groups, this one {len(ours)}"
-    for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
-        if len(a) != len(b):
-            return f"its group {i} has {len(a)} parameters, this one's {len(b)}"
-        for j, (shape, other) in enumerate(zip(a, b, strict=True)):
-            if shape != other:
-                return (
-                    f"parameter {j} of its group {i} has shape {tuple(shape)}, this one's "
-                    f"{tuple(other)}"
-                )
-    return None
-
-
-def _load_optimizer(path: Path, optimizer: Any) -> None:
-    state = plainfile.read(path / OPTIMIZER)
-    before = optimizer.state_dict()
-    try:
-        optimizer.load_state_dict(state)
-    except Exception as error:
-        optimizer.load_state_dict(before)  # of several optimizers in one, some may have loaded
-        raise CheckpointError(f"{path} is not of this optimizer: {error}") from error

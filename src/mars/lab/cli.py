@@ -6,10 +6,12 @@ import io
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
-from mars.lab.errors import LabError
+from mars.lab.errors import Elsewhere, LabError
 
 USAGE = """usage: mars COMMAND [options]
 
@@ -24,6 +26,7 @@ MARS: optimizers that correct each gradient by the last one, and a laboratory fo
   export    a folder that Hugging Face transformers loads
   tune      search learning rate, decay and γ
   plan      memory, traffic and time of a step on GPUs that are not here
+  convert   a checkpoint in one file to shards, or back
   doctor    versions, device, which engine would be used and why
 
 To begin:  mars race                    (no data, no GPU needed)
@@ -41,6 +44,7 @@ def _race(words: list[str]) -> int:
 def _train(words: list[str]) -> int:
     from mars.lab import arguments
     from mars.lab.describe import describe
+    from mars.lab.parallel import own_rank
     from mars.lab.progress import Progress
     from mars.lab.report import units
     from mars.lab.train import train
@@ -58,7 +62,10 @@ def _train(words: list[str]) -> int:
     # A run directory keeps its schedule; a recipe's warm-up shrinks with its steps.
     run = arguments.as_run(args if Path(recipe).is_dir() else arguments.fitted(args, base))
     if args.dry_run:
-        sys.stdout.write(describe(run) + "\n")
+        sys.stdout.write(describe(run) + "\n" if own_rank() == 0 else "")
+        return 0
+    if own_rank() > 0:
+        train(run, command=command, extend=True)
         return 0
     with Progress(run.loop.steps) as progress:
         outcome = train(run, command=command, watch=progress, extend=True)
@@ -139,6 +146,16 @@ def _plan(words: list[str]) -> int:
     return 0
 
 
+def _convert(words: list[str]) -> int:
+    from mars.lab.arguments import parse
+    from mars.lab.converting import ConvertArgs, convert_command
+
+    about = "A checkpoint in one file to shards, or back. Both can be trained on and sampled from."
+    path = convert_command(parse(ConvertArgs, words, "mars convert", about))
+    sys.stdout.write(f"{path}\n")
+    return 0
+
+
 def _doctor(words: list[str]) -> int:
     from mars.lab.arguments import parse
     from mars.lab.doctor import DoctorArgs, doctor_command
@@ -158,6 +175,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "export": _export,
     "tune": _tune,
     "plan": _plan,
+    "convert": _convert,
     "doctor": _doctor,
 }
 
@@ -177,11 +195,16 @@ def main(words: list[str] | None = None) -> int:
         sys.stdout.write(f"mars {mars.__version__}\n")
         return 0
     try:
+        if words[0] != "train" and "TORCHELASTIC_RUN_ID" in os.environ:
+            raise LabError(f"mars {words[0]} is one process: torchrun is for mars train")
         if words[0] not in COMMANDS:
             raise LabError(f"unknown command {words[0]!r}: {', '.join(COMMANDS)}")
         return COMMANDS[words[0]](words[1:])
     except LabError as error:
-        sys.stderr.write(f"mars: error: {error}\n")
+        if _reported_elsewhere(error):
+            time.sleep(1.0)  # torchrun ends the others when one has ended: who speaks goes first
+        else:
+            sys.stderr.write(f"mars: error: {error}\n")
         return 2 if type(error).__name__ == "UsageError" else 1
     except BrokenPipeError:  # the reader of our output has gone, as in `mars --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -191,5 +214,26 @@ def main(words: list[str] | None = None) -> int:
         return 130
 
 
+def _reported_elsewhere(error: LabError) -> bool:
+    """Under torchrun: what all processes find before they are connected, the first alone says."""
+    if isinstance(error, Elsewhere) or os.environ.get("RANK", "0") == "0":
+        return isinstance(error, Elsewhere)
+    import torch.distributed as dist
+
+    return not dist.is_initialized()
+
+
+def command() -> NoReturn:
+    """The process `mars`."""
+    code = main()
+    if "RANK" in os.environ:
+        # One process of several. Threads of its process groups may outlive the interpreter, and
+        # end the process with SIGABRT when all is done: torchrun would call that a failure.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    command()

@@ -13,6 +13,7 @@ from mars.lab.errors import LabError
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
 Shape = Literal["cosine", "wsd", "exp", "linear", "constant"]
+Parallel = Literal["auto", "ddp", "fsdp2"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,15 +102,22 @@ class Loop:
     steps: int = 100_000
     """Optimizer steps."""
     batch_size: int = 480
-    """Sequences in an optimizer step, over all micro-batches."""
+    """Sequences in an optimizer step, over all micro-batches and processes."""
     micro_batch_size: int | None = None
-    """Sequences in one forward pass; by default what the memory holds, at most 32k tokens."""
+    """Sequences in one forward pass of a process; by default what the memory holds, at most 32k
+    tokens."""
     precision: Precision = "auto"
     """Of the forward and backward pass; auto is bf16 on a GPU that has it, fp32 on a CPU."""
     compile: bool | None = None
     """torch.compile the model; by default on a GPU only."""
     device: str = "auto"
-    """auto, cpu, cuda, cuda:1"""
+    """auto, cpu, cuda, cuda:1; under torchrun each process takes the GPU of its number."""
+    parallel: Parallel = "auto"
+    """Under torchrun: every process holds the whole model (ddp, which is what auto means) or a
+    shard of parameters, gradients and state (fsdp2)."""
+    shards: int | None = None
+    """fsdp2: processes that share one copy of the model; by default all of them. With 8 of 64
+    processes there are 8 copies, each within a machine (HSDP)."""
     threads: int | None = None
     """Threads on a CPU; by default torch's choice."""
     seed: int = 0
@@ -180,8 +188,8 @@ class Run:
 _ABOVE_ZERO = {
     "model": ["n_layer", "n_head", "n_embd", "block_size", "vocab_size"],
     "loop": [
-        "steps", "batch_size", "micro_batch_size", "threads", "eval_every", "eval_sequences",
-        "log_every", "diagnose_every",
+        "steps", "batch_size", "micro_batch_size", "threads", "shards", "eval_every",
+        "eval_sequences", "log_every", "diagnose_every",
     ],
     "keep": ["save_every", "last"],
     "optimizer": ["max_grad_norm"],

@@ -8,12 +8,13 @@ import json
 import torch
 from torch import nn
 
-from mars.lab import hardware
+from mars.lab import hardware, parallel
 from mars.lab.config import Model, Run, check, to_json
 from mars.lab.data import Batches, validation
 from mars.lab.errors import LabError
 from mars.lab.models import GPT
 from mars.lab.optimizers import build, label
+from mars.lab.parallel import World
 from mars.lab.report import units
 from mars.lab.train import open_data
 
@@ -22,14 +23,15 @@ def describe(run: Run) -> str:
     """The resolved configuration, size, routing, memory and token budget."""
     check(run)
     device = hardware.planned_device(run.loop.device)
+    world = parallel.shape(run)
     model = GPT(run.model, seed=None)  # untouched memory: XL is described as fast as tiny
     optimizer = build(model, run.optimizer)
     parts = [
         ("configuration", json.dumps(to_json(run), indent=2)),
         ("parameters", _parameters(model)),
         (f"routing of {label(run.optimizer.name)}", routing(model, optimizer)),
-        ("memory", _memory(run, model, optimizer, device)),
-        ("budget", _budget(run, device)),
+        ("memory", _memory(run, model, optimizer, device, world)),
+        ("budget", _budget(run, device, world)),
     ]
     return "\n\n".join(f"{title}\n{'-' * len(title)}\n{text}" for title, text in parts)
 
@@ -98,25 +100,30 @@ def state_bytes(run: Run, optimizer: torch.optim.Optimizer) -> float:
 
 
 def _memory(
-    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    run: Run, model: GPT, optimizer: torch.optim.Optimizer, device: torch.device, world: World
 ) -> str:
-    count = sum(p.numel() for p in model.parameters())
+    """Of one process; under FSDP2 it has a share of everything but activations."""
+    count = sum(p.numel() for p in model.parameters()) / world.shards
     dtype = hardware.choose_precision(run.loop.precision, device)
-    micro = hardware.choose_micro_batch(run, device)
+    micro = hardware.choose_micro_batch(run, device, world.size)
     kept = micro * run.model.block_size * hardware.activation_bytes(run, dtype)
     rows = {
         "parameters": 4.0 * count,
         "gradients": 4.0 * count,
-        "optimizer state": state_bytes(run, optimizer),
+        "optimizer state": state_bytes(run, optimizer) / world.shards,
         f"activations (estimated; micro-batch {micro}, {str(dtype)[6:]})": kept,
     }
     if run.optimizer.exact:
         rows["previous parameters (exact mode)"] = 4.0 * count
+    if world.shards > 1:  # the embeddings and two blocks, of which one is on its way
+        blocks = sum(p.numel() for p in model.transformer.h.parameters())
+        gathered = count * world.shards - blocks + 2 * blocks / run.model.n_layer
+        rows["gathered parameters"] = gathered * torch.empty((), dtype=dtype).element_size()
     rows["together"] = sum(rows.values())
     return "\n".join(f"{units.size(value):>10}  {name}" for name, value in rows.items())
 
 
-def _budget(run: Run, device: torch.device) -> str:
+def _budget(run: Run, device: torch.device, world: World) -> str:
     tokens, loop = run.tokens_per_step * run.loop.steps, run.loop
     try:
         train, valid = open_data(run)
@@ -128,11 +135,12 @@ def _budget(run: Run, device: torch.device) -> str:
         )
     except LabError as error:
         data = f"data: {error}"
-    micro = hardware.choose_micro_batch(run, device)
+    micro = hardware.choose_micro_batch(run, device, world.size)
     batch = f"{loop.batch_size} × {run.model.block_size}"
+    processes = f", {world.size} processes by {world.mode}" if world.mode else ""
     return "\n".join([
         f"{units.tokens(tokens)} tokens: {loop.steps:,} steps of {run.tokens_per_step:,} tokens "
-        f"({batch}, {loop.batch_size // micro} micro-batches a step)",
+        f"({batch}, {loop.batch_size // (micro * world.size)} micro-batches a step)",
         data,
-        f"runs on {device}; written to {run.directory}",
+        f"runs on {device}{processes}; written to {run.directory}",
     ])  # fmt: skip

@@ -7,3 +7,7 @@ class LabError(Exception):
 
 class Diverged(LabError):
     """The loss is not finite: a result of its own in a grid of learning rates."""
+
+
+class Elsewhere(LabError):
+    """An error that another process of the run reports: this one ends without a word."""

@@ -22,10 +22,17 @@ USUAL_MEMORY = 80 * 2**30  # of a GPU that is planned for, but not here
 ACTIVATION_SHARE = 0.4  # of a GPU's memory, at most
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of a name; ``auto`` is the first GPU, or the CPU."""
+def choose_device(name: str, local_rank: int | None = None) -> torch.device:
+    """The device of a name; ``auto`` is the first GPU, or the CPU.
+
+    Of several processes on a machine, each takes the GPU of its ``local_rank``.
+    """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if local_rank is not None and name.startswith("cuda:"):
+        raise LabError(f"loop.device is {name}: under torchrun each process takes its own GPU")
+    if local_rank is not None and name == "cuda":
+        name = f"cuda:{local_rank}"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -59,10 +66,16 @@ def activation_bytes(run: Run, dtype: torch.dtype) -> float:
     return float((17 * m.n_layer + 2) * m.n_embd * torch.empty((), dtype=dtype).element_size())
 
 
-def choose_micro_batch(run: Run, device: torch.device) -> int:
-    """Sequences in one forward pass: a divisor of the batch that the memory holds well."""
+def choose_micro_batch(run: Run, device: torch.device, ranks: int = 1) -> int:
+    """Sequences in one forward pass: a divisor of a process's batch that the memory holds well."""
     loop, context = run.loop, run.model.block_size
+    own = loop.batch_size // ranks
     if loop.micro_batch_size:
+        if own % loop.micro_batch_size:
+            raise LabError(
+                f"loop.micro_batch_size ({loop.micro_batch_size}) must divide the {own} sequences "
+                f"that each of {ranks} processes has of loop.batch_size ({loop.batch_size})"
+            )
         return loop.micro_batch_size
     most = CPU_TOKENS
     if device.type == "cuda":
@@ -72,7 +85,7 @@ def choose_micro_batch(run: Run, device: torch.device) -> int:
         kept = activation_bytes(run, choose_precision(loop.precision, device))
         most = min(GPU_TOKENS, int(room / kept))
     limit = max(1, most // context)
-    return max(n for n in range(1, limit + 1) if loop.batch_size % n == 0)
+    return max(n for n in range(1, limit + 1) if own % n == 0)
 
 
 def hardware(device: torch.device) -> dict[str, Any]:

@@ -98,10 +98,17 @@ def find(name: str) -> Entry:
     return REGISTRY.get(name) or _dotted(name)
 
 
-def build(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
-    """The optimizer of a configuration, for a model; a wrong field is a LabError that names it."""
+def build(
+    model: nn.Module, config: Optimizer, *, replicated: bool = False
+) -> torch.optim.Optimizer:
+    """The optimizer of a configuration, for a model; a wrong field is a LabError that names it.
+
+    ``replicated``: other processes have the same parameters and gradients (DDP).
+    """
     options = {name: _value(text) for name, text in config.options.items()}
     entry = find(config.name)
+    if replicated and entry.build is _mars:
+        options = {"ranks": "replicate", **options}
     for name in ("betas", "lr_1d", "betas_1d", "weight_decay_1d", "gamma", "exact"):
         if getattr(config, name) not in (None, False) and name not in entry.uses:
             raise LabError(f"optimizer.{name} is no option of {config.name}")

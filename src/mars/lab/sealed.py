@@ -51,6 +51,15 @@ class HashedFile:
         """Hand what is buffered to the operating system."""
         self._file.flush()
 
+    def tell(self) -> int:
+        """Where the next byte goes."""
+        return self.bytes
+
+    def fileno(self) -> int:
+        """For who syncs it."""
+        self._file.flush()
+        return self._file.fileno()
+
     def sync(self) -> None:
         """Wait until it is on disk."""
         self._file.flush()
@@ -68,10 +77,15 @@ class HashedFile:
 
 
 def write(
-    folder: Path, files: Mapping[str, Callable[[HashedFile], object]], about: Mapping[str, Any]
-) -> None:
-    """Write the files, then a manifest of them with what else there is to say ``about`` them."""
+    folder: Path, files: Mapping[str, Callable[[HashedFile], object]], about: Mapping[str, Any],
+    others: Mapping[str, dict[str, Any]] | None = None,
+) -> None:  # fmt: skip
+    """Write the files, then a manifest of them with what else there is to say ``about`` them.
+
+    ``others`` are seals of files that are there already.
+    """
     seals = {name: _write_file(folder / name, content) for name, content in files.items()}
+    seals.update(others or {})
     manifest = _encode({"format": FORMAT, **about, "files": seals})
     _write_file(folder / MANIFEST, lambda file: file.write(manifest))
     sync_directory(folder)
@@ -133,10 +147,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def verify(folder: Path) -> dict[str, Any]:
-    """The manifest, if every byte of every file is what was written; else CheckpointError."""
+def verify(folder: Path, part: tuple[int, int] = (0, 1)) -> dict[str, Any]:
+    """The manifest, if every byte of every file is what was written; else CheckpointError.
+
+    With ``part`` (k, n), of every n-th file from the k-th on: n processes share the work.
+    """
     manifest = read_manifest(folder)
-    for name, seal in manifest["files"].items():
+    for name, seal in list(manifest["files"].items())[part[0] :: part[1]]:
         digest = hashlib.sha256()
         try:
             with open(folder / name, "rb") as file:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mars.lab import safefile
+from mars.lab.dtensors import fill
 from mars.lab.errors import LabError
 from mars.lab.safefile import SafeFile, SafeFileError
 
@@ -73,9 +74,14 @@ def read_into(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Copy a file's tensors into these, in place; call ``difference`` before."""
     file = SafeFile(path)
     stored = _stored(file)
-    with torch.no_grad():
-        for name, t in tensors.items():
-            t.copy_(file.tensor(stored[name]))
+    for name, t in tensors.items():
+        fill(t, file.tensor(stored[name]))
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file, by all of their names."""
+    file = SafeFile(path)
+    return {name: file.tensor(stored) for name, stored in _stored(file).items()}
 
 
 def difference(path: Path, tensors: Mapping[str, Tensor]) -> str | None:

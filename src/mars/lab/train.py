@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mars.lab import checkpoint, hardware, loading
+from mars.lab import checkpoint, hardware, loading, parallel, wrapping
 from mars.lab.config import Run, check, read_config, to_json
 from mars.lab.data import Tokens, check_vocabulary, open_tokens
 from mars.lab.errors import LabError
 from mars.lab.log import Log, read
-from mars.lab.loop import Outcome, Session, Training, Watch
-from mars.lab.models import GPT
+from mars.lab.loop import Training
 from mars.lab.optimizers import label
+from mars.lab.parallel import World
 from mars.lab.rundir import RunDirectory, write_atomically
+from mars.lab.session import Outcome, Session, Watch
 from mars.lab.signals import Interrupt
 
 # What may differ when a run goes on: none of it changes what is computed, but for rounding.
@@ -26,7 +29,7 @@ FREE = {
     "keep": None,
     "loop": {
         "device", "threads", "compile", "micro_batch_size", "log_every", "eval_every",
-        "diagnose_every", "skip_nan",
+        "diagnose_every", "skip_nan", "parallel", "shards",
     },
 }  # fmt: skip
 
@@ -48,21 +51,23 @@ def open_data(run: Run) -> tuple[Tokens, Tokens]:
     return train, valid
 
 
-def prepare(run: Run) -> tuple[Training, Tokens, Tokens]:
+def prepare(run: Run, world: World | None = None) -> tuple[Training, Tokens, Tokens]:
     """Everything a run needs, checked; nothing is written yet."""
     check(run)
-    device = hardware.choose_device(run.loop.device)
+    world = world or World()
+    device = hardware.choose_device(run.loop.device, parallel.local_rank() if world.mode else None)
     train, valid = open_data(run)
     if run.loop.threads:
         torch.set_num_threads(run.loop.threads)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    torch.manual_seed(run.loop.seed)
+    world.seed(run.loop.seed)
+    dtype = hardware.choose_precision(run.loop.precision, device)
     try:
-        model = GPT(run.model, seed=run.loop.seed).to(device)
+        model = wrapping.make(run, world, device, dtype)
     except (RuntimeError, MemoryError) as error:
         raise LabError(f"the model does not fit in memory: {str(error).splitlines()[0]}") from error
-    return Training(run, model, train, valid), train, valid
+    return Training(run, model, train, valid, world), train, valid
 
 
 def train(
@@ -70,51 +75,94 @@ def train(
 ) -> Outcome:
     """Train, or go on training, in the run's directory.
 
+    Under torchrun every process calls it; the first logs and watches, all return the same.
+
     Args:
         command: what the log says it was started by.
         watch: sees every record of the log, and about twice a second a "tick" with the step.
         extend: let a run that was begun with fewer steps go on to this number.
     """
-    directory = Path(run.directory)
-    begun = _check_directory(check(run), directory, extend)
-    if begun is not None and begun.loop.steps == run.loop.steps:
-        ended = _ended(run, directory)
-        if ended is not None:
-            return ended
-    training, *tokens = prepare(run)
-    with RunDirectory(directory).lock():
-        start, refused = _find_start(directory)
-        if start is not None:
-            _check_data(directory, tokens[0], tokens[1])
-            training.restore(start)
-        elif run.model.init is not None:
-            loading.initialise(training.model, run.model.init)
-        keep = run.keep
-        log = Log(directory, tensorboard=keep.tensorboard, wandb=keep.wandb, config=to_json(run))
-        with log, Interrupt() as interrupt:
-            session = Session(training, directory, log, watch)
-            head = header(run, training, tokens[0], tokens[1], command)
-            if start is None:
-                write_atomically(directory / "config.json", _text(run))
-                log.rewind(None)
-                session.write(head)
-            else:
-                refused += _rewind(log, training.step, head)
-                session.resume(start.name, read(directory))
-                if begun is None or begun.loop.steps != run.loop.steps:
-                    write_atomically(directory / "config.json", _text(run))
-                if begun is not None and begun.loop.steps != run.loop.steps:
-                    log.replace_header(steps=run.loop.steps, config=to_json(run))
-                    text = f"{begun.loop.steps} to {run.loop.steps} steps: the rate so far was for"
-                    session.tell("extended", f"{text} {begun.loop.steps}")
-            for text in refused:
-                session.tell("refused", text)
-            try:
-                return session.run(interrupt)
-            except torch.cuda.OutOfMemoryError as error:
-                raise LabError(
-                    f"the GPU's memory is full: lower loop.micro_batch_size ({training.micro})"
-                ) from error
+    device = hardware.choose_device(check(run).loop.device, parallel.local_rank())
+    with parallel.joined(run, device) as world:
+        directory = Path(run.directory)
+        begun = world.on_first(lambda: _check_directory(run, directory, extend))
+        if begun is not None and begun.loop.steps == run.loop.steps:
+            ended = world.on_first(lambda: _ended(run, directory))
+            if ended is not None:
+                return ended
+        training, *tokens = world.together(lambda: prepare(run, world))
+        with _owned(directory, world):
+            start, refused = _find_start(directory, world)
+            if start is not None:
+                world.on_first(lambda: _check_data(directory, tokens[0], tokens[1]))
+                world.together(lambda: training.restore(start, verified=True))
+            elif (init := run.model.init) is not None:
+                world.together(lambda: loading.initialise(training.model, init))
+            with _session(training, directory, watch) as session, Interrupt() as interrupt:
+                about = header(run, training, tokens[0], tokens[1], command)
+                refused += world.on_first(lambda: _begin(session, start, about, begun))
+                session.valid = world.on_first(lambda: session.valid)
+                for text in refused:
+                    session.tell("refused", text)
+                return _run(session, interrupt)
+
+
+@contextlib.contextmanager
+def _owned(directory: Path, world: World) -> Iterator[None]:
+    """The first process holds the lock for all."""
+    with contextlib.ExitStack() as stack:
+        world.on_first(lambda: stack.enter_context(RunDirectory(directory).lock()))
+        yield
+
+
+@contextlib.contextmanager
+def _session(training: Training, directory: Path, watch: Watch) -> Iterator[Session]:
+    """The first process has the log."""
+    run, keep = training.run, training.run.keep
+    if not training.world.first:
+        yield Session(training, directory, None, watch)
+        return
+    log = Log(directory, tensorboard=keep.tensorboard, wandb=keep.wandb, config=to_json(run))
+    with log:
+        yield Session(training, directory, log, watch)
+
+
+def _begin(
+    session: Session, start: Path | None, about: dict[str, Any], begun: Run | None
+) -> list[str]:
+    """Make the directory that of this run, or rewind its log to where the run goes on.
+
+    What had to be dropped of the log is returned.
+    """
+    log, directory, run = session.log, session.directory, session.t.run
+    assert log is not None
+    if start is None:
+        write_atomically(directory / "config.json", _text(run))
+        log.rewind(None)
+        session.write(about)
+        return []
+    dropped = _rewind(log, session.t.step, about)
+    session.resume(start.name, read(directory))
+    if begun is None or begun.loop.steps != run.loop.steps:
+        write_atomically(directory / "config.json", _text(run))
+    if begun is not None and begun.loop.steps != run.loop.steps:
+        log.replace_header(steps=run.loop.steps, config=to_json(run))
+        text = f"{begun.loop.steps} to {run.loop.steps} steps: the rate so far was for"
+        session.tell("extended", f"{text} {begun.loop.steps}")
+    return dropped
+
+
+def _run(session: Session, interrupt: Interrupt) -> Outcome:
+    try:
+        return session.run(interrupt)
+    except torch.cuda.OutOfMemoryError as error:
+        raise LabError(
+            f"the GPU's memory is full: lower loop.micro_batch_size ({session.t.micro})"
+        ) from error
+    except LabError:
+        with contextlib.suppress(LabError):
+            session.finish()  # a checkpoint that is being written is a good one
+        raise
 
 
 def _check_directory(run: Run, directory: Path, extend: bool) -> Run | None:
@@ -169,15 +217,13 @@ def _rewind(log: Log, step: int, head: dict[str, Any]) -> list[str]:
     return [f"{lines} of {log.path.name} dropped: damaged"] if damaged else []
 
 
-def _find_start(directory: Path) -> tuple[Path | None, list[str]]:
+def _find_start(directory: Path, world: World) -> tuple[Path | None, list[str]]:
     """The checkpoint to go on from (None for a new run), and which were refused, and why."""
     refused: list[str] = []
-    start = checkpoint.newest(directory, refused.append)
+    start = checkpoint.newest(directory, refused.append, world)
     if start is None and refused:
-        raise LabError(
-            f"no checkpoint in {directory} is intact: remove it to begin again "
-            f"({'; '.join(refused)})"
-        )
+        text = f"no checkpoint in {directory} is intact: remove it to begin again"
+        raise world.error(LabError(f"{text} ({'; '.join(refused)})"))
     return start, refused
 
 
@@ -229,6 +275,7 @@ def header(run: Run, t: Training, train: Tokens, valid: Tokens, command: str) ->
         "hardware": hardware.hardware(t.device),
         "precision": str(t.dtype).removeprefix("torch."),
         "micro_batch_size": t.micro,
+        "parallel": {"mode": t.world.mode, "ranks": t.world.size, "shards": t.world.shards},
         "command": command,
         "code": hardware.code_hash(),
     }

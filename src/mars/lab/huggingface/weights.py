@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mars.lab.config import Model
+from mars.lab.dtensors import fill as put
 from mars.lab.errors import LabError
 from mars.lab.models import GPT
 
@@ -137,7 +138,7 @@ def fill(target: nn.Module, stored: Iterator[tuple[str, Tensor]], where: str) ->
             raise LabError(
                 f"{where}: {theirs} has shape {tuple(value.shape)}, the model's {tuple(p.shape)}"
             )
-        p.copy_(value)
+        put(p, value)
         missing.discard(name)
     if missing:
         raise LabError(f"{where} lacks {min(missing)}")

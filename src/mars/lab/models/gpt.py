@@ -11,6 +11,7 @@ Letters in names: B batch, T time, D width, V vocabulary, H heads, E = D/H, N = 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -146,6 +147,10 @@ class Transformer(nn.Module):
         return hidden_BTD
 
 
+def _copy(p: Tensor, drawn: Tensor) -> None:
+    p.copy_(drawn)
+
+
 class GPT(nn.Module):
     """A GPT-2 of any size.
 
@@ -174,15 +179,21 @@ class GPT(nn.Module):
         So the time it takes does not grow with the number of blocks, as that of
         ``torch.compile(model)`` does. The pieces are cut where nothing could be fused.
         """
-        for piece in (self.transformer.embed, *self.transformer.h, self.transformer.ln_f):
+        for piece in self.pieces:
             piece.compile(*args, **kwargs)
 
+    @property
+    def pieces(self) -> list[nn.Module]:
+        """What is compiled one by one."""
+        return [self.transformer.embed, *self.transformer.h, self.transformer.ln_f]
+
     @torch.no_grad()
-    def initialise(self, seed: int) -> None:
+    def initialise(self, seed: int, put: Callable[[Tensor, Tensor], object] = _copy) -> None:
         """Draw all weights anew: N(0, 0.02²), a half's last matrix by 1/√(2·n_layer) less; norms 1.
 
         A pure function of the seed and the shapes: drawn on the CPU in float32, whatever the
-        device and dtype, in the order of `named_parameters`.
+        device and dtype, in the order of `named_parameters`. ``put(p, drawn)`` stores them: of a
+        sharded parameter, the part that this process has.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, p in self.named_parameters():
@@ -192,7 +203,7 @@ class GPT(nn.Module):
             last = name.endswith("c_proj.weight")
             std = 0.02 / math.sqrt(2 * self.config.n_layer) if last else 0.02
             drawn = torch.empty(p.shape, dtype=torch.float32, device="cpu")
-            p.copy_(drawn.normal_(0.0, std, generator=generator))
+            put(p, drawn.normal_(0.0, std, generator=generator))
 
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, last_only: bool = False

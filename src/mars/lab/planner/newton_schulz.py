@@ -7,12 +7,12 @@ Gram matrix; products that equal their transposes are computed by half where tha
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mars.lab.planner.gpus import Gpu
+from mars.sharding import owners
 
 Matrix = tuple[int, int]
 
@@ -158,14 +158,11 @@ class Ownership:
 
 
 def balance(costs: Sequence[int], ranks: int) -> Ownership:
-    """The heaviest matrix first, each to the rank with the least to do; ties by number."""
+    """The library's own plan (`mars.sharding.owners`)."""
     owned: list[list[int]] = [[] for _ in range(ranks)]
-    heap = [(0, rank) for rank in range(ranks)]
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        load, rank = heapq.heappop(heap)
+    for index, rank in enumerate(owners(tuple(costs), ranks)):
         owned[rank].append(index)
-        heapq.heappush(heap, (load + costs[index], rank))
-    loads = tuple(load for load, _ in sorted(heap, key=lambda pair: pair[1]))
+    loads = tuple(sum(costs[index] for index in own) for own in owned)
     return Ownership(tuple(map(tuple, owned)), loads)
 
 

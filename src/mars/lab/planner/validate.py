@@ -11,13 +11,15 @@ from typing import Any
 from mars.bench.shapes import PARAMETER_SETS
 from mars.lab import recipes
 from mars.lab.errors import LabError
-from mars.lab.planner import gpus, models, steps
+from mars.lab.planner import gpus, models, network, newton_schulz, steps
 from mars.lab.planner.network import Cluster
 from mars.lab.planner.predict import Job, predict, rank_memory
 from mars.lab.planner.steps import OPTIMIZERS, RULES, Optimizer, Setting
+from mars.sharding import flops
 
 BENCHMARKS = ("bench_small_h200.json", "bench_xl_h200.json", "bench_more_h200.json")
 TRAINING = "train_speed_h200.json"
+PROCESSES = "distributed_ns_cpu.json"
 LARGE = 0.2  # an error worth a word
 
 _PLAIN = Optimizer("plain-adamw", "plain AdamW", "plain-adamw", "plain-adamw", "plain-adamw")
@@ -54,7 +56,7 @@ class Compared:
 def results_directory(given: str | None) -> Path:
     """Where the committed results are."""
     path = Path(given) if given else Path(__file__).parents[4] / "docs" / "results"
-    missing = [name for name in (*BENCHMARKS, TRAINING) if not (path / name).is_file()]
+    missing = [name for name in (*BENCHMARKS, TRAINING, PROCESSES) if not (path / name).is_file()]
     if missing:
         raise LabError(
             f"no {missing[0]} in {path}: give the repository's docs/results with --results DIR"
@@ -72,7 +74,8 @@ def compare(directory: Path) -> list[Compared]:
             extra = {row["name"]: row["extra"] for row in run["rows"] if not row["skipped"]}
             for row in run["rows"]:
                 found += _benchmark(row, extra.get("torch AdamW fused, hidden", 0))
-    return [*found, *_training(_read(directory / TRAINING))]
+    found += _training(_read(directory / TRAINING))
+    return [*found, *_processes(_read(directory / PROCESSES))]
 
 
 def not_modelled(directory: Path) -> list[str]:
@@ -150,3 +153,27 @@ def _training(content: dict[str, Any]) -> Iterator[Compared]:
         yield Compared(where, row["name"], "step, ms", time, row["milliseconds"], fitted)
         peak = rank_memory(job, optimizer).peak / 1e9
         yield Compared(where, row["name"], "peak, GB", peak, row["peak_memory"] / 1e9, False)
+
+
+def _processes(content: dict[str, Any]) -> Iterator[Compared]:
+    """Newton–Schulz by owners against every rank doing all of it, on real processes (gloo)."""
+    ranks, bits = content["ranks"], {"float32": 4, "bfloat16": 2}[content["dtype"]]
+    where = f"{ranks} processes"
+    costs = [flops("mars-m", shape, newton_schulz.STEPS) for shape in content["shapes"]]
+    share = newton_schulz.balance(costs, ranks).max_over_mean / ranks
+    for strategy, name, ways in (
+        ("fsdp2", "sharded", ("every rank gathers and does all", "owners, one round")),
+        ("ddp", "replicated", ("every rank does all", "owners")),
+    ):
+        cluster = Cluster(gpus.find("h200"), ranks, ranks, strategy)  # type: ignore[arg-type]
+        naive, owned = (f"{name}: {way}" for way in ways)
+        sent = {
+            naive: network.naive_bytes(cluster, content["elements"], bits),
+            owned: network.owner_bytes(cluster, content["elements"], bits),
+        }
+        for way, predicted in sent.items():
+            if content["sent"][way]:
+                measured = content["sent"][way] / 1e6
+                yield Compared(where, way, "sent, MB", ranks * predicted / 1e6, measured, False)
+        measured = content["seconds"][owned] / content["seconds"][naive]
+        yield Compared(where, owned, "time of naive", share, measured, False)

@@ -1,0 +1,68 @@
+"""A model over many processes: whole in each (DDP) or in shards (FSDP2)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mars.lab.config import Run
+from mars.lab.dtensors import fill
+from mars.lab.models import GPT
+from mars.lab.parallel import World
+
+
+def make(run: Run, world: World, device: torch.device, dtype: torch.dtype) -> GPT:
+    """The model on its device, with the same initial weights for any number of processes."""
+    seed = run.loop.seed
+    if world.mode != "fsdp2":
+        return GPT(run.model, seed=seed).to(device)
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    # Parameters travel in 16 bits, gradients are added in 32.
+    policy = MixedPrecisionPolicy()
+    if dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    with torch.device("meta"):  # no process ever holds all of it
+        model = GPT(run.model, seed=None)
+    for module in (*model.transformer.h, model):
+        fully_shard(module, mesh=world.mesh, mp_policy=policy)
+    model.to_empty(device=device)
+    model.initialise(seed, fill)
+    return model
+
+
+def wrap(model: nn.Module, world: World, compile_: bool) -> Callable[..., Tensor]:
+    """What is called for the loss; the model itself keeps the names of its parameters."""
+    if compile_ and world.mode == "fsdp2" and isinstance(model, GPT):
+        # FSDP2 gathers parameters in hooks: those stay outside of what is compiled.
+        for piece in model.pieces:
+            piece.forward = torch.compile(piece.forward)
+    elif compile_:
+        model.compile()  # in place: names of parameters stay
+    if world.mode != "ddp":
+        return model
+    device = next(model.parameters()).device
+    ids = [device] if device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+
+
+@contextlib.contextmanager
+def accumulating(wrapped: Any, more: bool) -> Iterator[None]:
+    """Around a forward and backward pass: if ``more`` are to come, gradients are not yet sent."""
+    if isinstance(wrapped, nn.parallel.DistributedDataParallel) and more:
+        with wrapped.no_sync():
+            yield
+        return
+    if hasattr(wrapped, "set_requires_gradient_sync"):
+        wrapped.set_requires_gradient_sync(not more)
+    yield
+
+
+def reshard(model: Any) -> None:
+    """After a forward pass without a backward pass: FSDP2 leaves the root's parameters gathered."""
+    if hasattr(model, "reshard"):
+        model.reshard()
