@@ -33,6 +33,11 @@ LAYERS = {
     "mars.lab": 9,
     **{f"mars.lab.{name}": 10 for name in ("errors", "config")},
     **{f"mars.lab.{name}": 11 for name in ["rundir", "plainfile", "sealed", "tensorfile", "sinks"]},
+    "mars.lab.safefile": 11,
+    "mars.lab.huggingface": 13,
+    **{f"mars.lab.huggingface.{name}": 16 for name in ("command", "writing")},
+    "mars.lab.loading": 14,
+    "mars.lab.evaluation": 16,
     **{f"mars.lab.{name}": 11 for name in ["parallel", "dtensors", "retention", "optimizer_state"]},
     **{f"mars.lab.{name}": 12 for name in ("data", "models", "report", "checkpoint", "log")},
     **{
@@ -55,6 +60,7 @@ LAYERS = {
 LAB = {
     "numpy", "matplotlib", "tyro", "rich", "tiktoken", "safetensors", "tensorboard", "optuna",
     "datasets", "pyarrow", "wandb", "pytorch_optimizer", "zstandard",
+    "lm_eval",
 }  # fmt: skip
 
 

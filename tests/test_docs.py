@@ -63,21 +63,29 @@ def test_snippets_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_are_understood(page: Path) -> None:
-    """Every `mars train` and `mars race` of a page: its recipe exists, its options are options."""
+    """Every `mars` command of a page: its recipe exists, its options are options."""
     from mars.lab import arguments
+    from mars.lab.evaluation.command import EvalArgs
+    from mars.lab.huggingface.command import ExportArgs
     from mars.lab.race import RaceArgs
+    from mars.lab.sample import SampleArgs
 
     kinds = {"train": arguments.TrainArgs, "race": RaceArgs}
+    simple = {"eval": EvalArgs, "export": ExportArgs, "sample": SampleArgs}
     for block in re.findall(r"```sh\n(.*?)```", page.read_text(), flags=re.S):
         for line in block.splitlines():
             for part in line.split("#")[0].split("&&"):
                 words = shlex.split(part)
+                if len(words) > 1 and words[0] == "mars" and words[1] in simple:
+                    assert arguments.parse(simple[words[1]], words[2:], "mars", "")
                 if len(words) < 2 or words[0] != "mars" or words[1] not in kinds:
                     continue
                 recipe, rest = arguments.recipe_of(words[2:], "gpt-tiny", "mars")
                 rest = arguments.shorthands(rest)
                 name = recipe if not recipe.startswith("runs/") else "gpt-tiny"
-                base = arguments.with_defaults(kinds[words[1]], arguments.base_run(name, rest))
+                # Initial weights are read for their sizes; those of a page are not here.
+                found = arguments.base_run(name, [] if "--model.init" in rest else rest)
+                base = arguments.with_defaults(kinds[words[1]], found)
                 assert arguments.parse(kinds[words[1]], rest, "mars", "", base)
 
 

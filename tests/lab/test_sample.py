@@ -15,8 +15,9 @@ from miniature import run
 from mars.lab import checkpoint
 from mars.lab.data import tokenizer
 from mars.lab.errors import LabError
+from mars.lab.loading import find
 from mars.lab.models import GPT
-from mars.lab.sample import SampleArgs, choose, decode, find, generate, sample_command
+from mars.lab.sample import SampleArgs, choose, decode, generate, sample_command
 from mars.lab.train import train
 
 BYTES = tokenizer("bytes")

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mars.lab import recipes
+from mars.lab import loading, recipes
 from mars.lab.config import Run, check, from_json, to_json
 from mars.lab.errors import LabError
 
@@ -108,9 +108,16 @@ def print_out(text: str) -> None:
 
 def base_run(name: str, words: list[str]) -> Run:
     """The configuration that the words will override."""
-    optimizer = None
-    for word, following in pairwise(words):
-        optimizer = following if word == "--optimizer.name" else optimizer
+    given = dict(pairwise(words))
+    optimizer, init = given.get("--optimizer.name"), given.get("--model.init")
+    run = _named_run(name, optimizer)
+    if init is None or init == run.model.init:
+        return run
+    model, tokenizer = loading.settings(init)
+    return dataclasses.replace(run, model=model).replace(data={"tokenizer": tokenizer})
+
+
+def _named_run(name: str, optimizer: str | None) -> Run:
     path = Path(name)
     if path.is_dir():
         run = overridden(_read(path / "config.json"), optimizer)

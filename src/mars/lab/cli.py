@@ -22,6 +22,8 @@ MARS: optimizers that correct each gradient by the last one, and a laboratory fo
   data      text to tokens: OpenWebText, FineWeb-Edu, your files
   report    a self-contained HTML page from the logs of runs
   sample    text from a checkpoint
+  eval      HellaSwag, ARC, MMLU, LAMBADA …: checkpoints side by side, scored as lm-eval does
+  export    a folder that Hugging Face transformers loads
   tune      search learning rate, decay and γ
   plan      memory, traffic and time of a step on GPUs that are not here
   convert   a checkpoint in one file to shards, or back
@@ -103,6 +105,27 @@ def _sample(words: list[str]) -> int:
     return 0
 
 
+def _eval(words: list[str]) -> int:
+    from mars.lab.arguments import parse
+    from mars.lab.evaluation.command import EvalArgs, eval_command
+
+    about = (
+        "Score checkpoints on multiple-choice tasks and LAMBADA: from JSONL files with --data, "
+        "else through EleutherAI's lm-eval, which downloads its data."
+    )
+    eval_command(parse(EvalArgs, words, "mars eval", about))
+    return 0
+
+
+def _export(words: list[str]) -> int:
+    from mars.lab.arguments import parse
+    from mars.lab.huggingface.command import ExportArgs, export_command
+
+    about = "Write a checkpoint as a folder for other tools. (To read one, give it to any command.)"
+    export_command(parse(ExportArgs, words, "mars export", about))
+    return 0
+
+
 def _tune(words: list[str]) -> int:
     from mars.lab.tune import tune_command
 
@@ -148,6 +171,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "data": _data,
     "report": _report,
     "sample": _sample,
+    "eval": _eval,
+    "export": _export,
     "tune": _tune,
     "plan": _plan,
     "convert": _convert,

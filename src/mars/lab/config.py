@@ -6,6 +6,7 @@ import dataclasses
 import json
 import types
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mars.lab.errors import LabError
@@ -35,6 +36,9 @@ class Model:
     """Biases in linear layers and norms."""
     scale_attn_by_inverse_layer_idx: bool = False
     """Divide attention scores by the number of the block, as the authors' GPT-2 runs do."""
+    init: str | None = None
+    """Initial weights: a Hugging Face GPT-2 folder, a run or a checkpoint, which also brings these
+    sizes and the tokenizer; by default they are drawn from the seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,3 +277,14 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     ):  # fmt: skip
         return value
     raise LabError(f"{where} cannot be {json.dumps(value)}: it is {hint}")
+
+
+def read_config(path: Path) -> Run:
+    """The configuration that a run was started with."""
+    try:
+        return check(from_json(json.loads(path.read_text())))
+    except (OSError, ValueError, LabError) as error:
+        raise LabError(
+            f"{path} is no configuration of a run: {error} (restore it; or remove it, and give "
+            "the command that began the run)"
+        ) from error

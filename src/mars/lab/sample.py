@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mars.lab import checkpoint, hardware
-from mars.lab.config import Run
-from mars.lab.data import Tokenizer, tokenizer
+from mars.lab import hardware
+from mars.lab.data import Tokenizer
 from mars.lab.errors import LabError
+from mars.lab.loading import load
 from mars.lab.models import GPT
-from mars.lab.sealed import MANIFEST
-from mars.lab.train import read_config
 
 # What a terminal would obey rather than show.
 CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\ufffd")
@@ -30,7 +26,7 @@ class SampleArgs:
     """Continue a text with a trained model."""
 
     run: str
-    """A run directory, or a checkpoint in it."""
+    """A run directory, a checkpoint in it, or a Hugging Face GPT-2 folder."""
     prompt: str | None = None
     """The text to continue; by default a new document."""
     tokens: int = 200
@@ -55,16 +51,13 @@ def sample_command(args: SampleArgs) -> None:
     """Print what the model makes of the prompt, as it makes it."""
     _check(args)
     device = hardware.choose_device(args.device)
-    run, path = find(Path(args.run), args.checkpoint)
-    words = tokenizer(run.data.tokenizer)
+    loaded = load(args.run, args.checkpoint, device)
+    model, words = loaded.model, loaded.words
     prompt = start(words, args.prompt)
-    if max(prompt) >= run.model.vocab_size:
+    if max(prompt) >= model.config.vocab_size:
         raise LabError(
-            f"the prompt has token {max(prompt)}: the model knows {run.model.vocab_size}"
+            f"the prompt has token {max(prompt)}: the model knows {model.config.vocab_size}"
         )
-    model = GPT(run.model)
-    checkpoint.load(path, model)
-    model.to(device).eval()
     for number in range(args.samples):
         if number:
             sys.stdout.write("\n---\n")
@@ -92,37 +85,6 @@ def _check(args: SampleArgs) -> None:
 def _show(text: str) -> None:
     sys.stdout.write(text.translate(CONTROLS) if sys.stdout.isatty() else text)
     sys.stdout.flush()
-
-
-def _warn(text: str) -> None:
-    sys.stderr.write(f"mars: warning: {text}\n")
-
-
-def find(path: Path, choice: str | None = None) -> tuple[Run, Path]:
-    """The configuration of a run, and the checkpoint to take."""
-    if (path / MANIFEST).is_file():
-        if choice is not None:
-            raise LabError(f"{path} is a checkpoint already: give the run to choose --checkpoint")
-        return read_config(path.parent.parent / "config.json"), path
-    if not (path / "config.json").is_file():
-        raise LabError(f"{path} is neither a run directory nor a checkpoint")
-    run = read_config(path / "config.json")
-    found = _choose(path, choice)
-    if found is None:
-        raise LabError(f"{path} has no {choice or 'intact'} checkpoint")
-    return run, found
-
-
-def _choose(run: Path, choice: str | None) -> Path | None:
-    if choice in (None, "best"):
-        found = checkpoint.best(run)
-        if found is not None or choice == "best":
-            return found
-    if choice in (None, "last"):
-        return checkpoint.newest(run, _warn)
-    step = re.fullmatch(r"(?:step[- ]?)?(\d+)", choice)
-    path = run / "checkpoints" / f"step-{int(step[1]):08d}" if step else Path(choice)
-    return path if path.is_dir() else None
 
 
 def start(words: Tokenizer, prompt: str | None) -> list[int]:
@@ -179,6 +141,7 @@ def choose(
 def decode(words: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
     """Text as it comes; a character is held back until all of its bytes are there.
 
+    >>> from mars.lab.data import tokenizer
     >>> list(decode(tokenizer("bytes"), iter("né".encode())))
     ['n', 'é']
     """

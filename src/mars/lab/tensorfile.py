@@ -15,14 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mars.lab import safefile
 from mars.lab.dtensors import fill
 from mars.lab.errors import LabError
+from mars.lab.safefile import SafeFile, SafeFileError
 
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
-}  # fmt: skip
+DTYPES = {kind: name for name, kind in safefile.DTYPES.items()}
 
 
 class Writable(Protocol):
@@ -74,46 +72,41 @@ def write_tensors(file: Writable, tensors: Mapping[str, Any]) -> None:
 
 def read_into(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Copy a file's tensors into these, in place; call ``difference`` before."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        stored = _stored(file)
-        for name, t in tensors.items():
-            fill(t, file.get_tensor(stored[name]))
+    file = SafeFile(path)
+    stored = _stored(file)
+    for name, t in tensors.items():
+        fill(t, file.tensor(stored[name]))
 
 
 def read(path: Path) -> dict[str, Tensor]:
     """All tensors of a file, by all of their names."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(stored) for name, stored in _stored(file).items()}
+    file = SafeFile(path)
+    return {name: file.tensor(stored) for name, stored in _stored(file).items()}
 
 
 def difference(path: Path, tensors: Mapping[str, Tensor]) -> str | None:
     """The first thing in which a file does not fit these tensors."""
-    from safetensors import SafetensorError, safe_open
-
     try:
-        opened = safe_open(path, framework="pt")
-    except SafetensorError as error:
+        file = SafeFile(path)
+    except SafeFileError as error:
         return f"{path.name} is no safetensors file: {error}"
-    with opened as file:
-        saved = _stored(file)
-        for name, t in tensors.items():
-            if name not in saved:
-                return f"it lacks {name}"
-            entry = file.get_slice(saved[name])
-            if list(entry.get_shape()) != list(t.shape):
-                return f"{name} has shape {tuple(entry.get_shape())}, the model's {tuple(t.shape)}"
-            if entry.get_dtype() != DTYPES.get(t.dtype):
-                return f"{name} is of type {entry.get_dtype()}, the model's {t.dtype}"
-        unknown = sorted(set(saved) - set(tensors))
+    saved = _stored(file)
+    for name, t in tensors.items():
+        if name not in saved:
+            return f"it lacks {name}"
+        shape, dtype = file.shape(saved[name]), file.dtype(saved[name])
+        if shape != list(t.shape):
+            return f"{name} has shape {tuple(shape)}, the model's {tuple(t.shape)}"
+        if dtype != DTYPES.get(t.dtype):
+            return f"{name} is of type {dtype}, the model's {t.dtype}"
+    unknown = sorted(set(saved) - set(tensors))
     return f"it has {unknown[0]}, the model has not" if unknown else None
 
 
-def _stored(file: Any) -> dict[str, str]:
+def _stored(file: SafeFile) -> dict[str, str]:
     """Every name of a tensor in the file, and the name under which it is stored."""
-    names = list(file.keys())
-    metadata: dict[str, str] = file.metadata() or {}
-    return {**{k: v for k, v in metadata.items() if v in names}, **{name: name for name in names}}
+    names = file.names
+    return {
+        **{k: v for k, v in file.metadata.items() if v in names},
+        **{name: name for name in names},
+    }

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from mars.lab import checkpoint, hardware, parallel, wrapping
-from mars.lab.config import Run, check, from_json, to_json
+from mars.lab import checkpoint, hardware, loading, parallel, wrapping
+from mars.lab.config import Run, check, read_config, to_json
 from mars.lab.data import Tokens, check_vocabulary, open_tokens
 from mars.lab.errors import LabError
 from mars.lab.log import Log, read
@@ -96,6 +96,8 @@ def train(
             if start is not None:
                 world.on_first(lambda: _check_data(directory, tokens[0], tokens[1]))
                 world.together(lambda: training.restore(start, verified=True))
+            elif (init := run.model.init) is not None:
+                world.together(lambda: loading.initialise(training.model, init))
             with _session(training, directory, watch) as session, Interrupt() as interrupt:
                 about = header(run, training, tokens[0], tokens[1], command)
                 refused += world.on_first(lambda: _begin(session, start, about, begun))
@@ -227,17 +229,6 @@ def _find_start(directory: Path, world: World) -> tuple[Path | None, list[str]]:
 
 def _text(run: Run) -> bytes:
     return (json.dumps(to_json(run), indent=2) + "\n").encode()
-
-
-def read_config(path: Path) -> Run:
-    """The configuration that a run was started with."""
-    try:
-        return check(from_json(json.loads(path.read_text())))
-    except (OSError, ValueError, LabError) as error:
-        raise LabError(
-            f"{path} is no configuration of a run: {error} (restore it; or remove it, and give "
-            "the command that began the run)"
-        ) from error
 
 
 def first_difference(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, Any, Any] | None:

@@ -88,7 +88,7 @@ class GPT2:
             "gpt2",
             explicit_n_vocab=self.vocab_size,
             pat_str=PATTERN,
-            mergeable_ranks=_ranks(embedded("gpt2.bpe")),
+            mergeable_ranks=_ranks(),
             special_tokens={"<|endoftext|>": self.eot},
         )
 
@@ -175,17 +175,26 @@ def _checked(tokens: npt.ArrayLike, by: Tokenizer) -> npt.NDArray[np.int64]:
     return array
 
 
-def _ranks(merges: str) -> dict[bytes, int]:
-    """Byte strings by rank: the 256 bytes, then what each merge makes.
+def spelling() -> dict[int, str]:
+    """How the merges of GPT-2 spell a byte, in the order of its tokens.
 
-    The merges spell bytes as printable characters: those that print in Latin-1 as themselves, the
-    others by the characters from U+0100 on.
+    Those that print in Latin-1 as themselves, the others by the characters from U+0100 on.
     """
     shown = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     hidden = [b for b in range(256) if b not in shown]
-    spelled = {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
-    ranks = {bytes([b]): i for i, b in enumerate(shown + hidden)}
-    for line in merges.rstrip("\n").split("\n")[1:]:
-        left, right = line.split(" ")
+    return {b: chr(b) for b in shown} | {b: chr(256 + i) for i, b in enumerate(hidden)}
+
+
+def merges() -> list[tuple[str, str]]:
+    """The merges of GPT-2, spelled as above, in order."""
+    lines = embedded("gpt2.bpe").rstrip("\n").split("\n")[1:]
+    return [(left, right) for left, right in (line.split(" ") for line in lines)]
+
+
+def _ranks() -> dict[bytes, int]:
+    """Byte strings by rank: the 256 bytes, then what each merge makes."""
+    spelled = {character: b for b, character in spelling().items()}
+    ranks = {bytes([b]): i for i, b in enumerate(spelling())}
+    for left, right in merges():
         ranks[bytes(spelled[c] for c in left + right)] = len(ranks)
     return ranks

@@ -212,12 +212,7 @@ class GPT(nn.Module):
 
         Logits are (B, T, V), or (B, 1, V) of the last position with `last_only`.
         """
-        if tokens_BT.shape[1] > self.config.block_size:
-            raise LabError(
-                f"{tokens_BT.shape[1]} tokens in a row, but the model was built for at most "
-                f"{self.config.block_size} (block_size)"
-            )
-        hidden_BTD = self.transformer(tokens_BT, self._residual(tokens_BT.device.type))
+        hidden_BTD = self.hidden(tokens_BT)
         if targets_BT is not None:
             return linear_cross_entropy(
                 hidden_BTD.flatten(0, 1), self.transformer.wte.weight, targets_BT.flatten()
@@ -225,6 +220,16 @@ class GPT(nn.Module):
         if last_only:
             hidden_BTD = hidden_BTD[:, -1:]
         return F.linear(hidden_BTD, self.transformer.wte.weight)
+
+    def hidden(self, tokens_BT: Tensor) -> Tensor:
+        """What the head reads, for who wants the logits of a few positions only."""
+        if tokens_BT.shape[1] > self.config.block_size:
+            raise LabError(
+                f"{tokens_BT.shape[1]} tokens in a row, but the model was built for at most "
+                f"{self.config.block_size} (block_size)"
+            )
+        hidden_BTD: Tensor = self.transformer(tokens_BT, self._residual(tokens_BT.device.type))
+        return hidden_BTD
 
     def _residual(self, device: str) -> torch.dtype | None:
         lean = self.lean_residual and torch.is_autocast_enabled(device)

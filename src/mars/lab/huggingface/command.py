@@ -1,0 +1,102 @@
+"""`mars export`: a checkpoint as a folder for the tools of others."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mars.lab.errors import LabError
+from mars.lab.huggingface import is_folder, writing
+from mars.lab.loading import Loaded, load
+from mars.lab.log import read
+from mars.lab.optimizers import label
+from mars.lab.report import units
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportArgs:
+    """Write a checkpoint as a folder that transformers.AutoModelForCausalLM loads."""
+
+    run: str
+    """A run directory, or a checkpoint in it."""
+    to: Literal["hf"] = "hf"
+    """The format: a Hugging Face folder with safetensors, tokenizer and model card."""
+    out: str | None = None
+    """The folder; by default the run's name with -hf behind it, beside the run."""
+    checkpoint: str | None = None
+    """best, last, a step or a path; by default the best, or the newest where none is known."""
+    overwrite: bool = False
+    """Replace a Hugging Face folder that is there."""
+
+
+def export_command(args: ExportArgs) -> Path:
+    """Export, and say where it is."""
+    if is_folder(Path(args.run)):
+        raise LabError(f"{args.run} is a Hugging Face folder already")
+    if args.out is not None:
+        writing.check(Path(args.out), args.overwrite)
+    loaded = load(args.run, args.checkpoint)
+    assert loaded.checkpoint is not None
+    home = loaded.checkpoint.resolve().parents[1]
+    out = Path(args.out) if args.out is not None else home.with_name(f"{home.name}-hf")
+    writing.write(out, loaded, card(loaded, home), overwrite=args.overwrite)
+    unused = loaded.model.config.vocab_size - loaded.words.vocab_size
+    if unused > 0:
+        sys.stdout.write(f"without {unused} rows of the embedding, which are no tokens\n")
+    sys.stdout.write(f"{out}\n")
+    return out
+
+
+def card(loaded: Loaded, home: Path) -> str:
+    """The README.md of the folder: what the model is and how it came about."""
+    run, path = loaded.run, loaded.checkpoint
+    assert run is not None
+    assert path is not None
+    step = int(path.name.split("-")[1].split(".")[0])
+    count = sum(p.numel() for p in loaded.model.parameters())
+    valid = _validation_loss(home, step)
+    o = run.optimizer
+    rows: list[tuple[str, Any]] = [
+        ("recipe", run.recipe),
+        ("parameters", f"{count:,}"),
+        ("context", f"{run.model.block_size} tokens"),
+        ("tokenizer", run.data.tokenizer),
+        ("data", run.data.source),
+        ("steps", f"{step} of {run.loop.steps}"),
+        ("tokens seen", units.tokens(step * run.tokens_per_step)),
+        ("optimizer", f"{label(o.name)}, learning rate {units.rate(o.lr)}"),
+        ("initial weights", run.model.init or f"drawn, seed {run.loop.seed}"),
+        ("validation loss", "not known" if valid is None else units.loss(valid)),
+    ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+# {home.name}
+
+A GPT-2 trained with mars.lab, exported by `mars export`.
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(".")
+tokenizer = AutoTokenizer.from_pretrained(".")
+```
+"""
+
+
+def _validation_loss(home: Path, step: int) -> float | None:
+    """What the run's log says of this step, if there is a log."""
+    try:
+        records = read(home)
+    except LabError:
+        return None
+    found = [r["loss"] for r in records if r.get("kind") == "valid" and r.get("step") == step]
+    return float(found[-1]) if found else None
