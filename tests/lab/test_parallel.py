@@ -241,6 +241,41 @@ def test_one_file_is_loaded_in_shards(tmp_path: Path) -> None:
         )
 
 
+def test_weights_from_elsewhere_begin_a_run_of_shards(tmp_path: Path) -> None:
+    """From one file, from shards, and from a Hugging Face folder that stores its head as well."""
+    from safetensors.torch import save_file
+
+    from mars.lab.converting import ConvertArgs, convert_command
+    from mars.lab.huggingface.weights import to_config, to_theirs
+
+    before = config(tmp_path / "before", steps=3)
+    train(before)
+    path = tmp_path / "before" / "checkpoints" / "step-00000003"
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    model = restored(before).model
+    assert isinstance(model, GPT)
+    vocabulary = before.model.vocab_size
+    tensors = to_theirs(model, vocabulary)
+    save_file(
+        {**tensors, "lm_head.weight": tensors["transformer.wte.weight"].clone()},
+        folder / "model.safetensors",
+    )
+    (folder / "config.json").write_text(json.dumps(to_config(before.model, vocabulary, None)))
+    shards = convert_command(ConvertArgs(path, "sharded", tmp_path / "before/checkpoints/shards"))
+    runs = [
+        config(tmp_path / name, parallel="fsdp2", steps=2).replace(model={"init": str(init)})
+        for name, init in {"a": path, "b": shards, "c": folder}.items()
+    ]
+    alone = config(tmp_path / "alone", steps=2).replace(model={"init": str(path)})
+    ended = train(alone).valid
+    results = launch(2, train_all, *runs)[0]
+    assert [result[:2] for result in results] == [("done", 2)] * 3
+    assert [result[2] for result in results] == pytest.approx([ended] * 3, rel=1e-6)
+    begun = numbers(tmp_path / "before", "valid", "loss")
+    assert numbers(tmp_path / "c", "valid", "loss")[0] == pytest.approx(begun[-1], rel=1e-6)
+
+
 def test_a_flipped_bit_in_a_shard_is_told_and_the_one_before_used(tmp_path: Path) -> None:
     made = config(tmp_path / "run", parallel="fsdp2")
     whole = launch(2, train_all, made)[0]

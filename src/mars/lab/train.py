@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mars.lab import checkpoint, hardware, loading, parallel, wrapping
+from mars.lab import checkpoint, hardware, loading, parallel, retention, wrapping
 from mars.lab.config import Run, check, read_config, to_json
 from mars.lab.data import Tokens, check_vocabulary, open_tokens
 from mars.lab.errors import LabError
@@ -91,13 +91,14 @@ def train(
             if ended is not None:
                 return ended
         training, *tokens = world.together(lambda: prepare(run, world))
+        init, kept = run.model.init, directory / "checkpoints"
+        if init is not None and world.on_first(lambda: not retention.in_order(kept)):
+            world.together(lambda: loading.initialise(training.model, init))
         with _owned(directory, world):
             start, refused = _find_start(directory, world)
             if start is not None:
                 world.on_first(lambda: _check_data(directory, tokens[0], tokens[1]))
                 world.together(lambda: training.restore(start, verified=True))
-            elif (init := run.model.init) is not None:
-                world.together(lambda: loading.initialise(training.model, init))
             with _session(training, directory, watch) as session, Interrupt() as interrupt:
                 about = header(run, training, tokens[0], tokens[1], command)
                 refused += world.on_first(lambda: _begin(session, start, about, begun))

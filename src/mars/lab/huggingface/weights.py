@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mars.lab.config import Model
 from mars.lab.dtensors import fill as put
+from mars.lab.dtensors import whole
 from mars.lab.errors import LabError
 from mars.lab.models import GPT
 
@@ -142,6 +143,8 @@ def fill(target: nn.Module, stored: Iterator[tuple[str, Tensor]], where: str) ->
         missing.discard(name)
     if missing:
         raise LabError(f"{where} lacks {min(missing)}")
-    table = own["transformer.wte.weight"]
-    if head is not None and not torch.equal(head.to(table), table):
+    if head is None:
+        return
+    table = whole(own["transformer.wte.weight"])
+    if not torch.equal(head.to(table), table):
         raise LabError(f"{where} has a head (lm_head.weight) of its own: ours is the embedding")
