@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: test test-faults check race clean
+.PHONY: test test-faults check race docs clean
 
 test: $(VENV)/installed ## install, lint, type-check, run every test
 	$(BIN)/ruff check .
@@ -19,6 +19,9 @@ check: test
 race: $(VENV)/installed ## race seven optimizers on a small GPT; a table and an HTML report
 	$(BIN)/mars race
 
+docs: $(VENV)/installed ## build the documentation site into site/; open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch setuptools
@@ -26,4 +29,4 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

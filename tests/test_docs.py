@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+
+from mars import MARS
+from mars.rule import KINDS
 
 ROOT = Path(__file__).parents[1]
 # Packages that the snippets of a page are about.
@@ -96,12 +103,64 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
+def test_tables_are_those_of_the_results() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "bench" / "readme_tables.py", "--check"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr + "run python bench/readme_tables.py"
+    text = (ROOT / "README.md").read_text()
+    assert text.count("by bench/readme_tables.py -->") == text.count("<!-- end -->") == 2
+
+
+def test_sentences_on_the_race_are_those_of_its_logs() -> None:
+    from mars.lab.report import load, summarise
+
+    summary = summarise(load([ROOT / "docs/results/gpt-50m"]))
+    ours, base = summary.entries
+    assert (ours.label, base.label, ours.lr) == ("MARS-AdamW", "AdamW", base.lr)
+    assert ours.difference is not None
+    twice = {e.label: {p.lr: p.mean for p in e.sensitivity.points}[2 * e.lr] for e in (ours, base)}
+    figures = (
+        f"{-ours.difference.mean:.3f} lower",
+        f"(−{-ours.difference.low:.3f} to +{ours.difference.high:.3f})",
+        f"({twice['MARS-AdamW']:.3f})",
+        f"lost {twice['AdamW'] - base.loss.mean:.2f};",
+    )
+    text = " ".join((ROOT / "README.md").read_text().split())
+    for figure in figures:
+        assert figure.replace("lost", "has lost") in text, figure
+
+
 def test_figures_of_the_readme_are_those_of_the_results() -> None:
     points = json.loads((ROOT / "docs/results/convert_rates_h200.json").read_text())["points"]
     best = {name: min(p["mean"] for p in rows) for name, rows in points.items()}
     text = (ROOT / "README.md").read_text()
     for name in ("adamw", "mars-adamw", "mars-adamw, AdamW's betas", "muon", "mars-m"):
         assert f"({best[name]:.3f})" in text, (name, best[name])
+
+
+def test_figures_of_choosing_are_those_of_the_results() -> None:
+    from mars.convert import noise_factor
+
+    text = (ROOT / "docs/choosing.md").read_text()
+    for name in ("convert_rates_h200.json", "convert_rates_cpu.json"):
+        points = json.loads((ROOT / "docs/results" / name).read_text())["points"]
+        best = {curve: min(p["mean"] for p in rows) for curve, rows in points.items()}
+        for ours, theirs in (
+            ("mars-adamw, AdamW's betas", "adamw"), ("mars-adamw", "adamw, betas of MARS"),
+        ):  # fmt: skip
+            difference = f"{best[ours] - best[theirs]:.3f}".replace("-", "−")
+            assert f"| {best[theirs]:.3f} | {best[ours]:.3f} | {difference} |" in text, (name, ours)
+        three = (best["muon"], best["mars-m"], best["adamw"])
+        assert f"| {' | '.join(f'{loss:.3f}' for loss in three)} |" in text, name
+    grid = json.loads((ROOT / "src/mars/lab/recipes/rates/gpt-tiny.json").read_text())["optimizers"]
+    means = {name: min(sum(v) / len(v) for v in o["losses"].values()) for name, o in grid.items()}
+    three = (means["muon"], means["mars-m"], means["adamw"])
+    assert f"| {' | '.join(f'{loss:.3f}' for loss in three)} |" in text
+    for gamma in (0.0125, 0.025, 0.05, 0.1):
+        factors = " | ".join(f"{noise_factor(gamma, beta1):.2f}" for beta1 in (0.9, 0.95))
+        assert re.search(rf"^\| {gamma}[^|]* \| {re.escape(factors)} \|$", text, flags=re.M), gamma
 
 
 def test_costs_of_the_readme_are_those_of_the_benchmark() -> None:
@@ -120,3 +179,62 @@ def test_costs_of_the_readme_are_those_of_the_benchmark() -> None:
     for name in ("mars-m fused", "mars-shampoo fused"):
         assert f"{found[name]['ms']:.0f}" in text, name
         assert f"{found[name]['ms'] / found['torch Muon']['ms']:.2f}" in text, name
+
+
+def test_bytes_of_state_are_those_that_are_held() -> None:
+    """The table of docs/choosing.md, from optimizers that took a step."""
+    from mars.lab.optimizers import label
+
+    text = (ROOT / "docs/choosing.md").read_text().split("## Does it fit my memory?")[1]
+    options = [{}, {"clip": None}, {"state_dtype": "bfloat16"}, {"state_dtype": "8bit"}]
+    columns = [(torch.float32, o) for o in options]
+    columns += [(torch.bfloat16, options[i]) for i in (0, 2, 3)]
+    for kind in KINDS:
+        held = []
+        for dtype, option in columns:
+            p = nn.Parameter(torch.zeros(128, 128, dtype=dtype))
+            p.grad = torch.ones_like(p)
+            optimizer = MARS([p], mars_type=kind, fused=False, **option)
+            optimizer.step()
+            buffers = [v for name, v in optimizer.state[p].items() if name != "step"]
+            size = sum(v.numel() * v.element_size() for v in buffers) / p.numel()
+            held.append(f"{size:.2f}".removesuffix(".00"))
+        name = "plain AdamW" if kind == "plain-adamw" else label(kind)
+        row = f"| {name} | {' | '.join(held)} |"
+        assert row in text, row
+
+
+def apply(diff: str, root: Path) -> None:
+    """Make the changes of one block of docs/extending.md: a path, then hunks between lines @@."""
+    head, _, body = diff.partition("\n")
+    path = root / head.removeprefix("+++ ")
+    for hunk in re.split(r"^@@\n", body, flags=re.M):
+        lines = [line or " " for line in hunk.splitlines()]
+        old, new = (
+            "".join(line[1:] + "\n" for line in lines if line[0] in f" {sign}") for sign in "-+"
+        )
+        text = path.read_text() if path.exists() else ""
+        assert text.count(old) == 1 if old else not text, f"{head}: not once there:\n{old}"
+        path.write_text(text.replace(old, new) if old else new)
+
+
+@pytest.mark.slow
+def test_the_walk_through_adds_a_preconditioner(tmp_path: Path) -> None:
+    """The changes of docs/extending.md, made to a copy, pass the test of the engines."""
+    unneeded = shutil.ignore_patterns("__pycache__", "lab", "bench", "parity")
+    for folder in ("src", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=unneeded)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for diff in re.findall(r"```diff\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.S):
+        apply(diff, tmp_path)
+    cells = "mars-sgd and ((float64 and not fused) or (float32 and fused and (-default- or clip-)))"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
+         "tests/test_engines.py", "-k", f"test_cell_matches_oracle and {cells}"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path / "src")},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    passed = re.search(r"^(\d+) passed", done.stdout, flags=re.M)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert passed, done.stdout
+    assert int(passed[1]) >= 2 * 19 + 3

@@ -24,17 +24,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reading:
-    """The diagnostics of one group over the observed steps. None: nothing to measure it by."""
+    """The diagnostics of one group over the observed steps. None: nothing to measure it by.
+
+    Attributes:
+        name: of the group.
+        steps: observed.
+        tensors: that MARS corrects.
+        clipped: share of (tensor, step) pairs that were clipped.
+        c_norm: mean ‖c‖₂ before clipping.
+        cosine: mean cosine between g and the last gradient.
+        update_rms: RMS of the change of a parameter in a step.
+        variance_ratio: Var(c) / Var(g) over the observed steps (two at least).
+        independent: (1+κ)² + κ², that ratio if g and h had independent noise.
+    """
 
     name: str
     steps: int
-    tensors: int  # tensors that MARS corrects
-    clipped: float | None  # share of (tensor, step) pairs that were clipped
-    c_norm: float | None  # mean ‖c‖₂ before clipping
-    cosine: float | None  # mean cosine between g and the last gradient
-    update_rms: float  # RMS of the change of a parameter in a step
-    variance_ratio: float | None  # Var(c) / Var(g) over the observed steps (two at least)
-    independent: float | None  # (1+κ)² + κ²: that ratio if g and h had independent noise
+    tensors: int
+    clipped: float | None
+    c_norm: float | None
+    cosine: float | None
+    update_rms: float
+    variance_ratio: float | None
+    independent: float | None
 
 
 @dataclass
@@ -224,9 +236,9 @@ def diagnose(optimizer: MARS) -> Diagnosis:
     to do about it: docs/math.md. Of sharded tensors, ``Var(c)/Var(g)`` is that of this rank's part.
 
     Args:
-        optimizer: a :class:`mars.MARS`.
+        optimizer: a ``mars.MARS``.
 
-    Example:
+    Examples:
         >>> import torch, mars
         >>> w = torch.ones(2, 2, requires_grad=True)
         >>> optimizer = mars.MARS([w], lr=1e-3)

@@ -20,7 +20,7 @@ def explain(optimizer: MARS) -> str:
 
     Where ranks share Newton–Schulz, a second one says who orthogonalises what.
 
-    Example:
+    Examples:
         >>> import torch, mars
         >>> print(mars.explain(mars.MARS(torch.nn.Linear(4, 2).parameters())))
         group  rule         tensors  engine     why not fused

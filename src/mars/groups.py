@@ -144,7 +144,7 @@ def param_groups(
     vectors: Destination | None = None,
     **options: Any,
 ) -> ParamGroups:
-    """Route every parameter of a model to exactly one group for :class:`mars.MARS`.
+    """Route every parameter of a model to exactly one group for ``mars.MARS``.
 
     The first match wins: your ``routes``, then embeddings, then vectors (all that is not a matrix:
     norms, biases), then the head, then matrices. A destination is
@@ -159,8 +159,9 @@ def param_groups(
         mars_type: the type of the matrices' group.
         routes: pairs (pattern, destination); the pattern is a regular expression searched in the
             parameter's name, or a function of (name, parameter).
-        embeddings, head: default ``"mars"`` for MARS-AdamW and MARS-Lion, as in the authors'
-            code; ``"adamw"`` for the matrix types, whose rule makes no sense for a table of rows.
+        embeddings: default ``"mars"`` for MARS-AdamW and MARS-Lion, as in the authors' code;
+            ``"adamw"`` for the matrix types, whose rule makes no sense for a table of rows.
+        head: the same.
         vectors: default ``"adamw"``; ``"mars"`` if ``optimize_1d=True``.
         options: any option of MARS, for all groups; the rest is given to ``MARS`` itself.
 

@@ -30,17 +30,15 @@ Group = dict[str, Any]
 
 
 class MARS(Optimizer):
-    r"""MARS: AdamW, Lion, Shampoo or Muon on a gradient corrected by the last one.
+    """MARS: AdamW, Lion, Shampoo or Muon on a gradient corrected by the last one.
 
-    With :math:`\kappa = \gamma\beta_1/(1-\beta_1)`, gradient :math:`g` and last gradient
-    :math:`h` (0 before the first step):
+    With κ = γ·β₁/(1−β₁), gradient g and last gradient h (0 before the first step):
 
-    .. math::
-        c &= g + \kappa\,(g - h), \qquad \tilde c = c / \max(1, \lVert c \rVert_2) \\
-        m &\leftarrow \beta_1 m + (1-\beta_1)\,\tilde c \\
-        x &\leftarrow x - \text{lr}\,(u(m) + \lambda x)
+        c = g + κ·(g − h),   c̃ = c / max(1, ‖c‖₂)
+        m ← β₁·m + (1−β₁)·c̃
+        x ← x − lr·(u(m) + λ·x)
 
-    In approximate mode :math:`h` is the gradient of the previous step. In exact mode it is the
+    In approximate mode h is the gradient of the previous step. In exact mode it is the
     gradient of the current batch at the previous parameters: ``step(closure)`` evaluates both.
     Tensors that are not matrices are trained by AdamW with the ``*_1d`` options.
 
@@ -50,9 +48,9 @@ class MARS(Optimizer):
 
     Args:
         params: tensors, named parameters or groups, as for any torch optimizer; or the result of
-            :func:`mars.param_groups`.
+            ``mars.param_groups``.
         lr: learning rate of what MARS trains (matrices), a float or a one-element tensor. A little
-            more than that of a tuned AdamW (see :meth:`from_adamw`).
+            more than that of a tuned AdamW (see ``from_adamw``).
         betas: decay of the first and of the second moment. Tensors are read once, here,
             unless ``differentiable``.
         eps: added to the root of the second moment (AdamW) or to the norm (Shampoo).
@@ -64,14 +62,15 @@ class MARS(Optimizer):
             ``"plain-adamw"`` for a group that AdamW shall train outright.
         optimize_1d: train tensors that are not matrices with MARS too (for Shampoo and M:
             MARS-AdamW), with ``lr``, ``betas`` and ``weight_decay``.
-        lr_1d: AdamW's rate for tensors that are not matrices, as long as ``lr`` has its initial
-            value; it moves in proportion to ``lr``.
-        betas_1d, weight_decay_1d: AdamW's other options. A group that sets ``weight_decay=0``
-            decays nothing, unless it sets ``weight_decay_1d`` too.
+        lr_1d: AdamW's rate (3e-3) for tensors that are not matrices, as long as ``lr`` has its
+            initial value; it moves in proportion to ``lr``.
+        betas_1d: AdamW's betas for these tensors.
+        weight_decay_1d: AdamW's decay of them. A group that sets ``weight_decay=0`` decays nothing,
+            unless it sets ``weight_decay_1d`` too.
         maximize: ascend.
         foreach: multi-tensor engine; None leaves the choice to ``fused`` and torch.optim's rule.
         fused: the engine of Triton kernels: None picks it on CUDA for the tensors that it takes
-            (:func:`mars.explain` says which and why), True insists on it, False is without it.
+            (``mars.explain`` says which and why), True insists on it, False is without it.
         capturable: keep step counts on the device, so that CUDA graphs can capture a step.
         differentiable: let autograd run through the step.
         clip: ``"tensor"`` (each corrected tensor to norm 1), ``"global"`` (one norm over all of
@@ -79,13 +78,14 @@ class MARS(Optimizer):
         second_moment: ``"corrected"`` (of c̃, the authors' code) or ``"raw"`` (of g, their text).
         matrix_rule: ``"2d"`` (a matrix has two dimensions) or ``"flatten"`` (more dimensions
             count as (first, rest): convolutions).
-        ns_steps, ns_coefficients, ns_dtype: the Newton–Schulz iteration: number of steps,
-            ``"muon"`` or ``"polar-express"``, and the dtype it runs in.
+        ns_steps: steps of the Newton–Schulz iteration.
+        ns_coefficients: its coefficients, ``"muon"`` or ``"polar-express"``.
+        ns_dtype: the dtype it runs in.
         consume_grads: the step takes the gradients as its last gradients (``p.grad`` becomes
             None), which saves a copy.
         max_grad_norm: clip gradients by their norm over all groups that set it, as
             ``torch.nn.utils.clip_grad_norm_`` would before the step, without touching ``p.grad``;
-            the norm is :attr:`grad_norm`.
+            the norm is ``grad_norm``.
         ranks: what plain tensors are on many processes (DTensors say it themselves): None, each
             process steps all it has; ``"replicate"``, all have the same (DDP), and share out
             Newton–Schulz; ``"partition"``, each has others (ZeroRedundancyOptimizer), and norms
@@ -94,7 +94,7 @@ class MARS(Optimizer):
         state_dtype: keep moments and last gradients in ``"bfloat16"`` (6 bytes a parameter instead
             of 12) or ``"8bit"`` (3 bytes); or a dict by buffer, as ``{"last_grad": "bfloat16"}``.
 
-    Example:
+    Examples:
         >>> import torch, mars
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = mars.MARS(model.parameters(), lr=1e-2)
@@ -226,7 +226,7 @@ class MARS(Optimizer):
 
         ``rule="step-size"`` keeps the size of AdamW's step, its betas and its training of vectors;
         ``rule="published"`` is the authors' recipe (lr × 10). ``options`` are options of MARS.
-        Says what it chose if ``verbose``. See :func:`mars.convert.from_adamw`.
+        Says what it chose if ``verbose``. See ``mars.convert.from_adamw``.
         """
         from mars.convert import from_adamw
 

@@ -62,7 +62,7 @@ class GammaScheduler:
         schedule: a function step → γ (`constant`, `linear`, `cosine` or your own), or a list of
             them, one a group.
 
-    Example:
+    Examples:
         >>> import torch, mars
         >>> optimizer = mars.MARS([torch.zeros(2, 2, requires_grad=True)])
         >>> scheduler = mars.GammaScheduler(optimizer, mars.schedules.linear(0.1, 0.0, steps=10))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,20 +9,12 @@ from typing import Any
 import pytest
 import synthetic_logs as logs
 
+import chromium
 from mars.lab.report import load, summarise, write
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--disable-dev-shm-usage", "--window-size=1280,900", "--force-prefers-reduced-motion",
-)  # fmt: skip
 EVIL = '<img src=x onerror="document.title=1"><script>document.title=1</script>'
 
-if not os.environ.get("CI"):  # there, what is missing is a failure
-    pytest.importorskip("selenium")
-    if not (CHROMIUM and DRIVER):
-        pytest.skip("chromium and chromedriver are not installed", allow_module_level=True)
+chromium.skip_if_missing()
 
 
 @pytest.fixture(scope="module")
@@ -51,22 +41,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    assert CHROMIUM, "CI must have chromium"
-    assert DRIVER, "CI must have chromedriver"
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    driver.execute_cdp_cmd("Network.enable", {})
-    offline = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
-    driver.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
-    yield driver
-    driver.quit()
+    with chromium.opened(tmp_path_factory.mktemp("chromium")) as driver:
+        yield driver
 
 
 class Page:

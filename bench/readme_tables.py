@@ -1,0 +1,243 @@
+"""Rewrite the tables of README.md and docs/ that come from result files, so that they cannot drift.
+
+    python bench/readme_tables.py            # rewrite them
+    python bench/readme_tables.py --check    # say which are not what the files say; status 1
+
+A table stands between `<!-- table: NAME, by bench/readme_tables.py -->` and `<!-- end -->`; NAME is
+a key of `TABLES`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mars.lab.report import load, summarise, units
+from mars.lab.report.rates import from_grid, read_rates
+from mars.lab.report.statistics import Difference, paired, spread
+from mars.lab.report.summary import Entry, Summary
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results"
+BLOCK = re.compile(
+    r"(?P<head><!-- table: (?P<name>[\w-]+), by bench/readme_tables\.py -->\n)"
+    r".*?(?P<end><!-- end -->)",
+    flags=re.S,
+)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    lines = [[f" {cell} " if cell else " " for cell in line] for line in (head, *rows)]
+    lines.insert(1, ["---"] * len(head))
+    return "".join(f"|{'|'.join(line)}|\n" for line in lines)
+
+
+def result(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+# ---- races
+
+
+def race(folder: str) -> Summary:
+    return summarise(load([RESULTS / folder]))
+
+
+def _label(entry: Entry, base: Entry | None) -> str:
+    """Its name; and that it has the baseline's betas, which are not its own."""
+    own, other = (_betas(e) for e in (entry, base or entry))
+    return f"{entry.label}, AdamW's betas" if entry is not base and own == other else entry.label
+
+
+def _betas(entry: Entry) -> Any:
+    return entry.runs[0].header["config"]["optimizer"]["betas"]
+
+
+def _loss(losses: Sequence[float]) -> str:
+    found = spread(losses)
+    assert found is not None
+    return f"{found.mean:.3f}" + ("" if found.sd is None else f" ± {found.sd:.3f}")
+
+
+def _difference(d: Difference | None) -> str:
+    if d is None or d.low is None or d.high is None:
+        return "" if d is None else f"{_signed(d.mean)} (one seed)"
+    resolved = "" if d.resolved else ", not resolved"
+    return f"{_signed(d.mean)} ({_signed(d.low)} to {_signed(d.high)}){resolved}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3f}".replace("-", "−")
+
+
+def best_rates(summary: Summary) -> str:
+    """The optimizers of a race at their best rates, the baseline first."""
+    entries = sorted(summary.ranked, key=lambda entry: entry is not summary.baseline)
+    rows = [
+        [_label(e, summary.baseline), units.rate(e.lr), _loss(list(e.finals.values()))]
+        for e in entries
+    ]
+    return table(["", "best rate", "validation loss"], rows)
+
+
+def every_rate(summary: Summary) -> str:
+    """Mean loss at every rate of a race, and at the best one the difference from the baseline."""
+    rates = sorted({p.lr for e in summary.ranked for p in e.sensitivity.points})
+    rows = []
+    for e in sorted(summary.ranked, key=lambda entry: entry is not summary.baseline):
+        means = {p.lr: p.mean for p in e.sensitivity.points}
+        cells = [_bold(f"{m:.3f}" if (m := means.get(r)) else "", r == e.lr) for r in rates]
+        rows.append([_label(e, summary.baseline), *cells, _difference(e.difference)])
+    return table(["", *map(units.rate, rates), "to AdamW (95 % interval)"], rows)
+
+
+def _bold(text: str, yes: bool) -> str:
+    return f"**{text}**" if yes else text
+
+
+def grid(path: Path) -> str:
+    """The optimizers of a committed grid at their best rates, the lowest first."""
+    curves = from_grid(read_rates(path))
+    losses = {c.label: next(p.losses for p in c.points if p.lr == c.best) for c in curves}
+    rates = {c.label: f"{units.rate(c.best)}" for c in curves if c.best is not None}
+    rows = []
+    for label in sorted(losses, key=lambda name: sum(losses[name].values()) / len(losses[name])):
+        difference = None if label == "AdamW" else paired(losses[label], losses["AdamW"])
+        values = list(losses[label].values())
+        rows.append([label, rates[label], _loss(values), _difference(difference)])
+    return table(["", "best rate", "validation loss", "to AdamW (95 % interval)"], rows)
+
+
+# ---- bench/convert_rates.py
+
+CURVES = {
+    "adamw": "AdamW, betas (0.9, 0.95)",
+    "mars-adamw, AdamW's betas": "MARS-AdamW, betas (0.9, 0.95)",
+    "adamw, betas of MARS": "AdamW, betas (0.95, 0.99)",
+    "mars-adamw": "MARS-AdamW, betas (0.95, 0.99)",
+    "muon": "Muon",
+    "mars-m": "MARS-M",
+    "step-size": "`from_adamw`",
+    "published": '`from_adamw(rule="published")`',
+}
+
+
+def conversion(name: str) -> str:
+    """The best of each curve; all but AdamW's are over multiples of AdamW's base rate."""
+    found = result(name)
+    rows = []
+    for curve, label in CURVES.items():
+        points = found["points"][curve]
+        best = min(points, key=lambda point: point["mean"])
+        rate = best["x"] * (1 if curve == "adamw" else found["base_rate"])
+        tried = "one rate" if len(points) == 1 else f"best of {len(points)}"
+        rows.append([f"{label}, {tried}", f"{rate:.3g}", f"{best['mean']:.3f}"])
+    return table(["", "rate", "validation loss"], rows)
+
+
+# ---- the cost of a step
+
+
+def step_cost() -> str:
+    found = {row["name"]: row for row in result("bench_xl_h200.json")["rows"]}
+    ours = "mars-adamw fused"
+
+    def row(label: str, *names: str, digits: int = 1, of: str | None = None) -> list[str]:
+        cells = [" / ".join(f"{found[name]['ms']:.{digits}f}" for name in names)]
+        for time, ratio in (("ms", "ratio"), ("gpu_ms", "gpu_ratio")):
+            ratios = [found[n][time] / found[of][time] if of else found[n][ratio] for n in names]
+            cells.append(" / ".join("1" if r == 1 else f"{r:.2f}" for r in ratios))
+        if of:
+            cells[2] = "the same" if cells[1] == cells[2] else f"{cells[2]} of Muon"
+            cells[1] += " of Muon"
+        return [label, *cells]
+
+    lean = found[f"{ours}, bfloat16 state"]["state"]
+    usual = found["torch AdamW fused"]["state"]
+    rows = [
+        row("torch AdamW, fused / foreach", "torch AdamW fused", "torch AdamW foreach"),
+        row("MARS-AdamW / with `consume_grads=True`", ours, f"{ours}, consume_grads"),
+        row(
+            'MARS-AdamW with `state_dtype="bfloat16"` '
+            f"({lean:.0f} bytes of state a parameter; AdamW has {usual:.0f})",
+            f"{ours}, bfloat16 state",
+        ),
+        row("MARS-Lion", "mars-lion fused"),
+        row("plain AdamW, ours", "plain-adamw fused"),
+        row(
+            "fused AdamW + `clip_grad_norm_` / MARS-AdamW with `max_grad_norm=1.0`",
+            "torch AdamW fused + clip_grad_norm_",
+            f"{ours}, max_grad_norm",
+        ),
+        row(
+            "hidden matrices: torch Muon / MARS-M / MARS-Shampoo",
+            *("torch Muon", "mars-m fused", "mars-shampoo fused"),
+            digits=0,
+            of="torch Muon",
+        ),
+    ]
+    head = ["GPT-2 XL, one H200, torch 2.11, float32", "ms", "ratio", "GPU time, queued"]
+    return table(head, rows)
+
+
+def lean_state() -> str:
+    rows = [
+        [f"`{row['state_dtype']!r}`", f"{row['bytes']:.3g}", _loss(row["losses"])]
+        for row in result("lean_state_h200.json")["rows"]
+    ]
+    return table(["`state_dtype`", "bytes of state a parameter", "validation loss"], rows)
+
+
+def train_speed() -> str:
+    rows = [
+        [
+            f"{row['name']}, {row['batch']} × 1024", f"{row['tokens_per_second'] / 1e3:.0f}k",
+            f"{row['ratio']:.2f}", f"{100 * row['mfu']:.1f} %", f"{row['peak_memory'] / 2**30:.1f}",
+        ]
+        for row in result("train_speed_h200.json")["rows"]
+    ]  # fmt: skip
+    return table(["GPT-2 small", "tokens/s", "to plain AdamW", "MFU", "peak GiB"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "gpt-50m": lambda: best_rates(race("gpt-50m")),
+    "gpt-50m-rates": lambda: every_rate(race("gpt-50m")),
+    "gpt-tiny": lambda: grid(ROOT / "src/mars/lab/recipes/rates/gpt-tiny.json"),
+    "conversion-h200": lambda: conversion("convert_rates_h200.json"),
+    "conversion-cpu": lambda: conversion("convert_rates_cpu.json"),
+    "step-cost": step_cost,
+    "lean-state": lean_state,
+    "train-speed": train_speed,
+}
+
+
+def pages() -> list[Path]:
+    """Every page that may hold a table."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def rewritten(text: str) -> str:
+    """The page with all its tables made anew."""
+    return BLOCK.sub(lambda found: found["head"] + TABLES[found["name"]]() + found["end"], text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; status 1 if behind")
+    check = parser.parse_args().check
+    behind = [page for page in pages() if rewritten(page.read_text()) != page.read_text()]
+    for page in behind:
+        print(f"{'behind its results' if check else 'rewritten'}: {page.relative_to(ROOT)}")
+        if not check:
+            page.write_text(rewritten(page.read_text()))
+    return int(check and bool(behind))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

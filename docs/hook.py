@@ -1,0 +1,26 @@
+"""Links that leave docs/ lead somewhere in a checkout, but not on the site: there they are text."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+LEAVING = re.compile(r"\[(?P<text>[^]]+)]\(\.\./(?P<path>[^)#]+)(?P<anchor>#[^)]*)?\)")
+# What a page of the site says too.
+HERE = {"README.md#the-result-so-far": "results.md"}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called by MkDocs with each page before it is rendered."""
+    return LEAVING.sub(_on_site, markdown)
+
+
+def _on_site(link: re.Match[str]) -> str:
+    text, path = link["text"], link["path"]
+    page = HERE.get(path + (link["anchor"] or ""))
+    if page is not None:
+        return f"[{text}]({page})"
+    if path.endswith(text.strip("`")):
+        return f"`{path}`"
+    breakable = text.strip("`").replace("_", "_<wbr>")  # names of tests are long
+    return f'<code title="{path}">{breakable}</code>'
