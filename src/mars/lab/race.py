@@ -11,12 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mars.lab import arguments, recipes
+from mars.lab import arguments, recipes, tasks
 from mars.lab.config import Run, check
-from mars.lab.describe import miniature
 from mars.lab.errors import LabError
 from mars.lab.hardware import choose_device
-from mars.lab.models import GPT
 from mars.lab.optimizers import build
 from mars.lab.pool import Job, cores, run_all
 from mars.lab.report import Summary
@@ -127,7 +125,7 @@ def _at_rate(run: Run, lr: float) -> Run:
 def _check_optimizers(jobs: list[Job]) -> None:
     """Make each optimizer once, for a miniature: what is wrong is told before anybody trains."""
     for run in {str(job.run.optimizer): job.run for job in jobs}.values():
-        build(GPT(miniature(run.model)), run.optimizer)
+        build(tasks.of(run).miniature(), run.optimizer)
 
 
 def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:

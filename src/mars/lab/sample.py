@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mars.lab import checkpoint, hardware
-from mars.lab.config import Run
+from mars.lab.config import Data, Run
 from mars.lab.data import Tokenizer, tokenizer
 from mars.lab.errors import LabError
 from mars.lab.models import GPT
@@ -56,13 +56,13 @@ def sample_command(args: SampleArgs) -> None:
     _check(args)
     device = hardware.choose_device(args.device)
     run, path = find(Path(args.run), args.checkpoint)
+    if not isinstance(run.data, Data):
+        raise LabError(f"{args.run} is a run on images: mars sample continues text")
     words = tokenizer(run.data.tokenizer)
     prompt = start(words, args.prompt)
-    if max(prompt) >= run.model.vocab_size:
-        raise LabError(
-            f"the prompt has token {max(prompt)}: the model knows {run.model.vocab_size}"
-        )
-    model = GPT(run.model)
+    if max(prompt) >= run.gpt.vocab_size:
+        raise LabError(f"the prompt has token {max(prompt)}: the model knows {run.gpt.vocab_size}")
+    model = GPT(run.gpt)
     checkpoint.load(path, model)
     model.to(device).eval()
     for number in range(args.samples):

@@ -60,6 +60,14 @@ def loss(value: float | None) -> str:
     return "–" if value is None else f"{value:.{DECIMALS}f}"
 
 
+def accuracy(value: float | None) -> str:
+    """
+    >>> accuracy(0.95287), accuracy(None)
+    ('95.29%', '–')
+    """
+    return "–" if value is None else f"{100 * value:.2f}%"
+
+
 def signed(value: float | None) -> str:
     """
     >>> signed(0.01), signed(-0.25), signed(0)
