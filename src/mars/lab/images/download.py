@@ -64,30 +64,39 @@ def download(
 def _fetch_all(
     url: str, part: Path, progress: Progress | None, wait: float, timeout: float
 ) -> None:
+    try:
+        with part.open("ab") as file:
+            _persist(url, file, progress, wait, timeout)
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        if part.exists() and not part.stat().st_size:
+            part.unlink()
+
+
+def _persist(
+    url: str, file: BinaryIO, progress: Progress | None, wait: float, timeout: float
+) -> None:
+    """Connect again and again, as long as something comes now and then."""
     failures = 0
-    with part.open("ab") as file:
-        while True:
-            before = file.tell()
-            try:
-                if _fetch(url, file, progress, timeout):
-                    file.flush()
-                    os.fsync(file.fileno())
-                    return
-                problem = "the connection broke off"
-            except _Network as error:
-                problem = str(error)
-                if error.final:
-                    if not file.tell():
-                        part.unlink()
-                    raise LabError(f"cannot download {url}: {problem}") from error
-            failures = 0 if file.tell() > before else failures + 1
-            if failures >= RETRIES:
-                kept = f"; {file.tell():,} bytes are kept" if file.tell() else ""
-                raise LabError(
-                    f"cannot download {url}: {problem}, {RETRIES} times in a row{kept}: run the "
-                    "same command to go on"
-                )
-            time.sleep(wait * 2**failures)
+    while True:
+        before = file.tell()
+        try:
+            if _fetch(url, file, progress, timeout):
+                return
+            problem = "the connection broke off"
+        except _Network as error:
+            problem = str(error)
+            if error.final:
+                raise LabError(f"cannot download {url}: {problem}") from error
+        failures = 0 if file.tell() > before else failures + 1
+        if failures >= RETRIES:
+            kept = f"; {file.tell():,} bytes are kept" if file.tell() else ""
+            raise LabError(
+                f"cannot download {url}: {problem}, {RETRIES} times in a row{kept}: run the same "
+                "command to go on"
+            )
+        time.sleep(wait * 2**failures)
 
 
 class _Network(Exception):

@@ -18,7 +18,7 @@ Progress = Callable[[int, int], None]
 SUFFIXES = (".png", ".jpg", ".jpeg")
 ANNOTATIONS = "val/val_annotations.txt"
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-_MOSAIC = re.compile(r"(train|test)_(\d+)\.(jpg|png)")
+_MOSAIC = re.compile(r"(train|test)_(\d+)\.jpg")
 _LARGEST = 1 << 24  # pixels: what is more is no picture to train on as it is
 
 
@@ -153,7 +153,9 @@ def _decode(tree: Tree, name: str, size: tuple[int, ...] | None) -> Bytes:
             if width * height > _LARGEST:
                 raise LabError(f"{name} of {tree.source} is too large: {width}×{height}")
             return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
-    except (OSError, ValueError, SyntaxError) as error:
+    except LabError:
+        raise
+    except Exception as error:  # a damaged picture can raise anything
         raise LabError(f"{name} of {tree.source} is no picture, or is damaged: {error}") from error
 
 

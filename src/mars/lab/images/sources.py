@@ -70,18 +70,18 @@ def missing(source: str) -> LabError:
     if name in CATALOGUE:
         return LabError(f"{source} is not here yet: run `mars data {name} --out {source}`")
     return LabError(
-        f"no such file or directory: {source}; embedded are 'digits', downloaded are "
-        f"{', '.join(CATALOGUE)} (`mars data NAME --out {source}`)"
+        f"no such file or directory: {source}; images are 'digits' (embedded), an archive, a folder, "
+        f"or a directory made by `mars data NAME --out DIR` (NAME: {', '.join(CATALOGUE)})"
     )
 
 
 def recognised(source: str) -> bool:
     """Whether `mars data SOURCE` is about images, and not about text."""
     path = Path(source).expanduser()
-    if source in CATALOGUE or source == "digits" or (path.is_file() and is_archive(path)):
+    if source in CATALOGUE or source == "digits":
         return True
     if not path.is_dir():
-        return False
+        return is_archive(path)
     if (path / FILE).exists():
         return prepared.is_prepared(path)
     with open_tree(path) as tree:

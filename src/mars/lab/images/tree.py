@@ -49,7 +49,7 @@ def open_tree(path: Path) -> Iterator[Tree]:
         names = [p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()]
         yield _tree(path, names, lambda name: (path / name).read_bytes())
     elif zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as packed:
+        with _zip(path) as packed:
             files = {i.filename: i for i in packed.infolist() if not i.is_dir()}
             large = [name for name, info in files.items() if info.file_size > MEMBER_BYTES]
             if large:
@@ -67,6 +67,13 @@ def _tree(path: Path, names: list[str], read: Callable[[str], bytes]) -> Tree:
     # One folder that holds everything, which is not itself a split.
     top = "" if top in SPLIT_NAMES or top in names or not top else f"{top}/"
     return Tree(str(path), frozenset(name.removeprefix(top) for name in names), read, top)
+
+
+def _zip(path: Path) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(path)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise LabError(f"{path} is damaged ({error}): download it again") from error
 
 
 def _tar(path: Path) -> dict[str, bytes]:
