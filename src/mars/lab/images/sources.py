@@ -70,8 +70,8 @@ def missing(source: str) -> LabError:
     if name in CATALOGUE:
         return LabError(f"{source} is not here yet: run `mars data {name} --out {source}`")
     return LabError(
-        f"no such file or directory: {source}; images are 'digits' (embedded), an archive, a folder, "
-        f"or a directory made by `mars data NAME --out DIR` (NAME: {', '.join(CATALOGUE)})"
+        f"no such file or directory: {source}; images are 'digits' (embedded), an archive, a "
+        f"folder, or a directory made by `mars data NAME --out DIR` (NAME: {', '.join(CATALOGUE)})"
     )
 
 
