@@ -64,31 +64,23 @@ def read_mosaic(tree: Tree, progress: Progress | None = None) -> Raw:
     pixels: dict[Split, Bytes] = {}
     labels: dict[Split, Labels] = {}
     total, done = sum(1 for name in tree.names if _MOSAIC.fullmatch(name)), 0
-    for split, word in (("train", "train"), ("valid", "test")):
-        key: Split = "train" if split == "train" else "valid"
-        labels[key] = _labels(tree, f"y_{word}.npy")
-        out = np.empty((len(labels[key]), 3, SIDE, SIDE), np.uint8)
+    for split in SPLITS:
+        word = "train" if split == "train" else "test"
+        labels[split] = _labels(tree, f"y_{word}.npy")
+        out = np.empty((len(labels[split]), 3, SIDE, SIDE), np.uint8)
         filled = 0
-        starts = {
-            int(match[2]): name
-            for name in tree.names
-            if (match := _MOSAIC.fullmatch(name)) and match[1] == word
-        }
-        for start in sorted(starts):
-            tiles = _tiles(_decode(tree, starts[start], None), starts[start], tree.source)
+        found = (match for name in tree.names if (match := _MOSAIC.fullmatch(name)))
+        for start, name in sorted((int(m[2]), m[0]) for m in found if m[1] == word):
             if start != filled:
-                raise LabError(
-                    f"{tree.source} lacks the {word} images {filled} … {start - 1}: it is "
-                    "incomplete"
-                )
-            taken = tiles[: len(out) - start]
-            out[start : start + len(taken)] = taken
-            filled, done = start + len(taken), done + 1
+                raise LabError(f"{tree.source} lacks the {word} images {filled} … {start - 1}")
+            tiles = _tiles(_decode(tree, name, None), name, tree.source)[: len(out) - start]
+            out[start : start + len(tiles)] = tiles
+            filled, done = start + len(tiles), done + 1
             if progress is not None:
                 progress(done, total)
         if filled != len(out):
             raise LabError(f"{tree.source} has {filled} {word} images and {len(out)} labels")
-        pixels[key] = out
+        pixels[split] = out
     return Raw(pixels, labels, CIFAR10)
 
 
