@@ -19,7 +19,7 @@ MARS: optimizers that correct each gradient by the last one, and a laboratory fo
 
   race      several optimizers on the same model and batches; ends in a table and a report
   train     one model by one optimizer: GPT-2 as published, your own text, CIFAR
-  data      text to tokens: OpenWebText, FineWeb-Edu, your files
+  data      text to tokens, images to arrays: OpenWebText, CIFAR-10, your files
   report    a self-contained HTML page from the logs of runs
   sample    text from a checkpoint
   tune      search learning rate, decay and γ
@@ -82,7 +82,10 @@ def _data(words: list[str]) -> int:
     from mars.lab.arguments import parse
     from mars.lab.data.command import DataArgs, data_command
 
-    about = "Turn text into shards of tokens with a manifest; an interrupted run goes on."
+    about = (
+        "Turn text into shards of tokens, or images into arrays, with a manifest of checksums; an "
+        "interrupted run goes on."
+    )
     data_command(parse(DataArgs, words, "mars data", about))
     return 0
 

@@ -86,8 +86,7 @@ def fingerprint(pixels: Bytes, labels: Labels) -> str:
 
 
 def check(raw: Raw, source: str) -> Raw:
-    """Refuse what cannot be trained on: no images, other shapes, labels without a class."""
-    shapes = {raw.pixels[split].shape[1:] for split in SPLITS}
+    """Refuse what cannot be trained on: no images, oblong ones, labels without a class."""
     for split in SPLITS:
         pixels, labels = raw.pixels[split], raw.labels[split]
         if not len(labels) or len(pixels) != len(labels):
@@ -99,8 +98,9 @@ def check(raw: Raw, source: str) -> Raw:
                 f"{source} has labels {labels.min()} … {labels.max()}, but {len(raw.classes)} "
                 "classes"
             )
-    if len(shapes) > 1:
-        raise LabError(f"{source} has images of several shapes: {sorted(shapes)}")
+    _, _, height, width = raw.pixels["train"].shape
+    if height != width:
+        raise LabError(f"{source} has images of {width}×{height}: make them square first")
     return raw
 
 
