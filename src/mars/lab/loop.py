@@ -42,7 +42,7 @@ class Training:
             raise LabError("optimizer.exact does not go with loop.skip_nan")
         self.is_mars = isinstance(self.optimizer, mars.MARS)
         compile_ = self.device.type == "cuda" if loop.compile is None else loop.compile
-        self.loss_of = self.wrapped = wrapping.wrap(model, self.world, compile_)
+        self.loss_of = self.wrapped = wrapping.wrap(model, self.world, compile_, task.dynamic)
         self.step = 0
         self.skips = 0  # steps skipped just now, in a row
         self.clock = Clock(self.device)

@@ -232,7 +232,7 @@ class Muon(torch.optim.Muon):
             if known is None or known.stride() != p.stride():  # as the parameter lies in memory
                 own = torch.zeros_like(p) if known is None else torch.empty_like(p).copy_(known)
                 self.state[p]["momentum_buffer"] = own
-        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
+        has_complex: bool = super()._init_group(group, *lists)
         for tensors in lists:
             tensors[:] = [_as_matrix(t, p) for t, p in zip(tensors, given, strict=True)]
         return has_complex
@@ -280,7 +280,7 @@ def _mars(model: nn.Module, o: Optimizer, options: dict[str, Any]) -> torch.opti
     decay = o.weight_decay if o.weight_decay_1d is None else o.weight_decay_1d
     kind = o.name.removesuffix(AS_PUBLISHED)
     # What decides the routing is for the routing, which tells the optimizer.
-    routed = {n: options[n] for n in ("matrix_rule", "optimize_1d") if n in options}
+    routed: dict[str, Any] = {n: options[n] for n in ("matrix_rule", "optimize_1d") if n in options}
     groups = mars.param_groups(
         model, mars_type=kind, vectors="no-decay", routes=_convolutions(model, routed), **routed
     )

@@ -10,7 +10,7 @@ from mars.lab.tasks.base import Batch, Source, Task
 from mars.lab.tasks.images import Vision
 from mars.lab.tasks.language import Language
 
-__all__ = ["Batch", "Source", "Task", "of", "with_steps"]
+__all__ = ["Batch", "Source", "Task", "Vision", "of", "with_steps"]
 
 
 def of(run: Run) -> Task:

@@ -37,6 +37,8 @@ class Task(ABC):
     unit: ClassVar[str]  # what progress is counted in: tokens, images
     measures: ClassVar[tuple[str, ...]] = ("loss",)  # of a validation, loss first
 
+    dynamic: ClassVar[bool | None] = None  # torch.compile's: whether shapes may vary
+
     def __init__(self, run: Run) -> None:
         self.run = run
         self.device, self.dtype = torch.device("cpu"), torch.float32

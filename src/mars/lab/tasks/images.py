@@ -31,6 +31,7 @@ class Vision(Task):
 
     unit = "images"
     measures = ("loss", "accuracy")
+    dynamic = False  # training and validation have other numbers of rows: each is compiled
     per_row = 1
 
     def __init__(self, run: Run) -> None:
@@ -40,10 +41,11 @@ class Vision(Task):
         self.config, self.data = run.model, run.data
         self._orders: dict[int, npt.NDArray[np.int64]] = {}
 
-    def model(self, seed: int | None) -> nn.Module:
-        return self._classifier(seed).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+    def model(self, seed: int | None) -> Classifier:
+        """Batches are channels-last, which decides how convolutions are computed. Weights are not:
 
-    def _classifier(self, seed: int | None) -> Classifier:
+        they are cast at every pass anyhow, and optimizers read them as they lie, fused MARS too.
+        """
         c = self.config
         if c.arch == "resnet18":
             return resnet18(c.classes, c.channels, seed=seed)
@@ -55,11 +57,11 @@ class Vision(Task):
     def _shadow(self) -> Classifier:
         """The model without memory."""
         with torch.device("meta"):
-            return self._classifier(None).eval()
+            return self.model(None).eval()
 
     def miniature(self) -> nn.Module:
         with torch.device("meta"):
-            model = self._classifier(None)
+            model = self.model(None)
         for module in model.modules():
             for name, p in module.named_parameters(recurse=False):
                 small = torch.zeros([min(8, size) for size in p.shape])
