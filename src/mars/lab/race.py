@@ -165,18 +165,18 @@ def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
 
 def grid_of(summary: Summary, about: dict[str, Any]) -> dict[str, Any]:
     """The outcome of a learning-rate grid, as recipes keep it and reports draw it."""
-    first = summary.runs[0].header
+    first, m = summary.runs[0].header, summary.measure
     return {
         "recipe": about["recipe"],
         "command": about["command"],
         "versions": first["versions"],
         "hardware": first["hardware"]["name"],
-        "tokens": first["tokens_per_step"] * first["steps"],
+        m.unit: first[f"{m.unit}_per_step"] * first["steps"],
         "optimizers": {
             curve.optimizer: {
                 "label": curve.label,
                 "best": curve.best,
-                "losses": {
+                "errors" if m.unit == "images" else "losses": {
                     f"{point.lr:g}": [round(loss, 4) for loss in point.losses.values()]
                     + [None] * point.dead
                     for point in curve.points
