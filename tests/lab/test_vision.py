@@ -29,6 +29,9 @@ from mars.lab.config import (
 from mars.lab.errors import LabError
 from mars.lab.log import read
 from mars.lab.optimizers import REGISTRY, Muon, build
+from mars.lab.race import FIELD
+from mars.lab.report import read_rates
+from mars.lab.report.rates import from_grid
 from mars.lab.train import prepare, read_config, train
 
 FLATTEN = {"matrix_rule": "flatten"}
@@ -363,3 +366,52 @@ def test_two_processes_share_the_images_and_agree(tmp_path: Path) -> None:
     expected = [r for r in read(tmp_path / "alone") if r["kind"] == "valid"]
     assert [r["accuracy"] for r in valid] == pytest.approx([r["accuracy"] for r in expected])
     assert float(weights(tmp_path / "normed")["bn1.num_batches_tracked"]) == 12
+
+
+def test_a_race_and_its_grid_are_told_in_accuracies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "race", "digits-cnn", "--optimizers", "adamw", "mars-adamw", "mars-adamw-2d", "--seeds",
+        "1", "--rates", "0.5", "1", "--loop.steps", "9", "--jobs", "1", "--loop.threads", "1",
+        "--loop.device", "cpu", "--keep.out", str(tmp_path / "race"),
+    ]  # fmt: skip
+    assert cli.main(words) == 0
+    told = capsys.readouterr()
+    assert "MARS-AdamW (2-D)" in told.out
+    assert "an accuracy of" in told.out
+    assert "token" not in told.out
+    assert ", accuracy " in told.err
+    grid = json.loads((tmp_path / "race" / "rates.json").read_text())
+    assert grid["images"] == 9 * 64
+    errors = grid["optimizers"]["adamw"]["errors"]
+    assert all(0 <= error <= 1 for found in errors.values() for error in found)
+    assert read_rates(tmp_path / "race" / "rates.json") == grid
+    page = (tmp_path / "race" / "report.html").read_text().split("<script")[0]
+    assert "Best accuracy" in page
+    assert "token" not in page.lower()
+
+
+def test_the_digits_grid_has_every_best_rate_inside() -> None:
+    found = {curve.optimizer: curve for curve in from_grid(recipes.rates("digits-cnn"))}
+    assert set(FIELD) <= set(found)
+    assert all(curve.bracketed for curve in found.values())
+    for name, curve in found.items():
+        assert recipes.make("digits-cnn", name).optimizer.lr == curve.best
+
+
+def test_a_search_is_judged_by_the_error_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("optuna")
+    words = [
+        "tune", "digits-cnn", "--optimizer", "adamw", "--trials", "2", "--search", "lr", "--jobs",
+        "1", "--loop.steps", "9", "--loop.threads", "1", "--loop.device", "cpu", "--out",
+        str(tmp_path / "tune"),
+    ]  # fmt: skip
+    assert cli.main(words) == 0
+    assert "error rate" in capsys.readouterr().out
+    found = json.loads((tmp_path / "tune" / "tune.json").read_text())
+    best = read(tmp_path / "tune" / f"trial-{found['best']:04d}")[-1]
+    losses = [trial["loss"] for trial in found["trials"]]
+    assert min(losses) == pytest.approx(1 - best["accuracy"])
