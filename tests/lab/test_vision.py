@@ -13,6 +13,7 @@ from processes import launch, train_all
 
 import mars
 from mars.lab import cli, recipes, tasks
+from mars.lab.arguments import counted, with_defaults
 from mars.lab.config import (
     Data,
     ImageData,
@@ -29,7 +30,7 @@ from mars.lab.config import (
 from mars.lab.errors import LabError
 from mars.lab.log import read
 from mars.lab.optimizers import REGISTRY, Muon, build
-from mars.lab.race import FIELD
+from mars.lab.race import FIELD, RaceArgs, plan
 from mars.lab.report import read_rates
 from mars.lab.report.rates import from_grid
 from mars.lab.train import prepare, read_config, train
@@ -152,7 +153,6 @@ def test_epochs_become_steps_and_asking_for_steps_takes_their_place(tmp_path: Pa
     assert tasks.with_steps(made).loop.steps == 180  # 2 × 1437 / 16, rounded up
     base = recipes.make("digits-cnn")
     assert tasks.with_steps(base).loop.steps == base.loop.steps
-    from mars.lab.arguments import counted
 
     fewer = counted(base.replace(loop={"steps": 10}), base)
     assert (fewer.loop.steps, fewer.loop.epochs) == (10, None)
@@ -415,3 +415,15 @@ def test_a_search_is_judged_by_the_error_rate(
     best = read(tmp_path / "tune" / f"trial-{found['best']:04d}")[-1]
     losses = [trial["loss"] for trial in found["trials"]]
     assert min(losses) == pytest.approx(1 - best["accuracy"])
+
+
+def test_who_sets_steps_means_them(tmp_path: Path) -> None:
+    """From Python and in a race, with or without a warm-up of its own."""
+    made = recipes.make("digits-cnn").replace(loop={"steps": 3})
+    assert (made.loop.steps, made.loop.epochs) == (3, None)
+    base = recipes.make("digits-cnn", "adamw")
+    args = with_defaults(RaceArgs, base, optimizers=("adamw", "muon"), seeds=1)
+    asked = {"loop": {"steps": 9}, "schedule": {"warmup_steps": 1}}
+    assert [job.run.loop.steps for job in plan(args, base, asked, tmp_path)] == [9, 9]
+    asked = {"loop": {"epochs": 1.0}}
+    assert [job.run.loop.steps for job in plan(args, base, asked, tmp_path)] == [23, 23]

@@ -220,7 +220,12 @@ class Run:
         raise LabError(f"{self.recipe} trains on images: this is for runs on text")
 
     def replace(self: AnyRun, **changes: dict[str, Any]) -> AnyRun:
-        """A copy with fields of its parts changed: ``run.replace(optimizer={"lr": 1e-3})``."""
+        """A copy with fields of its parts changed: ``run.replace(optimizer={"lr": 1e-3})``.
+
+        Who sets steps means them: epochs, from which they would follow, are forgotten.
+        """
+        if "steps" in changes.get("loop", {}):
+            changes["loop"] = {"epochs": None, **changes["loop"]}
         parts = {
             part: dataclasses.replace(getattr(self, part), **fields)
             for part, fields in changes.items()

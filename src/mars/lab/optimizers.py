@@ -311,14 +311,14 @@ def convolution(name: str, p: Tensor) -> bool:
 
 AS_PUBLISHED = "-2d"  # the authors' rule, beside the one that takes convolutions as matrices
 
-for _name, _label in (
-    ("mars-adamw", "MARS-AdamW"),
-    ("mars-lion", "MARS-Lion"),
-    ("mars-shampoo", "MARS-Shampoo"),
-    ("mars-m", "MARS-M"),
-    (f"mars-adamw{AS_PUBLISHED}", "MARS-AdamW (2-D)"),
+for _name, _label, _about in (
+    ("mars-adamw", "MARS-AdamW", ""),
+    ("mars-lion", "MARS-Lion", ""),
+    ("mars-shampoo", "MARS-Shampoo", ""),
+    ("mars-m", "MARS-M", ""),
+    (f"mars-adamw{AS_PUBLISHED}", "MARS-AdamW (2-D)", " on two dimensions, AdamW on all others"),
 ):
     register(
-        _name, _label, f'mars.MARS(mars_type="{_name}")',
+        _name, _label, f'mars.MARS(mars_type="{_name.removesuffix(AS_PUBLISHED)}"){_about}',
         ["betas", "lr_1d", "betas_1d", "weight_decay_1d", "gamma", "exact"],
     )(_mars)  # fmt: skip

@@ -96,7 +96,7 @@ def _entrant(text: str, base: Run, asked: Asked) -> Run:
     else:
         own = base.replace(optimizer={"name": name})
     before = own
-    own = own.replace(**asked)
+    own = arguments.counted(own.replace(**asked), before)
     if "warmup_steps" not in asked.get("schedule", {}):
         own = arguments.fitted(own, before)
     if not rate:

@@ -22,8 +22,9 @@ def with_steps(run: AnyRun) -> AnyRun:
     """The run with the steps that its epochs take, if it is given in epochs; opens the data."""
     if run.loop.epochs is None:
         return run
-    rows = run.loop.epochs * _epoch_rows(run.model, run.data)
-    return run.replace(loop={"steps": max(1, math.ceil(rows / run.loop.batch_size - 1e-6))})
+    epochs = run.loop.epochs
+    steps = math.ceil(epochs * _epoch_rows(run.model, run.data) / run.loop.batch_size - 1e-6)
+    return run.replace(loop={"steps": max(1, steps), "epochs": epochs})
 
 
 @functools.cache

@@ -102,7 +102,7 @@ class Vision(Task):
             Source(images.source, len(images.labels), images.sha256) for images in (train, valid)
         )
         self._parts = {"train": train, "valid": valid}
-        self._statistics(train)
+        self._mean, self._std = torch.tensor(train.mean), torch.tensor(train.std)
         self._place()
         return self
 
@@ -120,9 +120,6 @@ class Vision(Task):
                     f"{len(images.classes)} classes, but model.{name} is {getattr(c, name)}: give "
                     f"--model.{name} {value}"
                 )
-
-    def _statistics(self, train: Images) -> None:
-        self._mean, self._std = torch.tensor(train.mean), torch.tensor(train.std)
 
     def _place(self) -> None:
         """All of the data to the device; on a CPU they stay where they are."""
