@@ -378,7 +378,7 @@ def test_a_race_and_its_grid_are_told_in_accuracies(
     ]  # fmt: skip
     assert cli.main(words) == 0
     told = capsys.readouterr()
-    assert "MARS-AdamW (2-D)" in told.out
+    assert "MARS-AdamW 2-D" in told.out
     assert "an accuracy of" in told.out
     assert "token" not in told.out
     assert ", accuracy " in told.err

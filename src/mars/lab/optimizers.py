@@ -316,7 +316,7 @@ for _name, _label, _about in (
     ("mars-lion", "MARS-Lion", ""),
     ("mars-shampoo", "MARS-Shampoo", ""),
     ("mars-m", "MARS-M", ""),
-    (f"mars-adamw{AS_PUBLISHED}", "MARS-AdamW (2-D)", " on two dimensions, AdamW on all others"),
+    (f"mars-adamw{AS_PUBLISHED}", "MARS-AdamW 2-D", " on two dimensions, AdamW on all others"),
 ):
     register(
         _name, _label, f'mars.MARS(mars_type="{_name.removesuffix(AS_PUBLISHED)}"){_about}',
