@@ -44,7 +44,9 @@ LAYERS = {
         f"mars.lab.{name}": 12 for name in ["signals", "clock", "schedule", "optimizers", "recipes"]
     },
     **{f"mars.lab.{name}": 12 for name in ("sharded", "saver")},
-    **{f"mars.lab.{name}": 13 for name in ("hardware", "workers", "wrapping")},
+    "mars.lab.images": 12,
+    **{f"mars.lab.{name}": 13 for name in ("hardware", "workers", "tasks")},
+    "mars.lab.wrapping": 14,
     **{f"mars.lab.{name}": 14 for name in ("loop", "session")},
     **{f"mars.lab.{name}": 15 for name in ("train", "progress", "sample", "converting")},
     **{f"mars.lab.{name}": 16 for name in ("describe", "pool", "arguments")},
@@ -59,7 +61,7 @@ LAYERS = {
 # What the lab may import besides torch and NumPy; only inside functions (see below).
 LAB = {
     "numpy", "matplotlib", "tyro", "rich", "tiktoken", "safetensors", "tensorboard", "optuna",
-    "datasets", "pyarrow", "wandb", "pytorch_optimizer", "zstandard",
+    "datasets", "pyarrow", "wandb", "pytorch_optimizer", "zstandard", "PIL",
     "lm_eval",
 }  # fmt: skip
 

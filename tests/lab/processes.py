@@ -151,7 +151,7 @@ def save_and_change(config: Any, step: int) -> dict[str, Any]:
 
     sharded.write = late
     with parallel.joined(config, torch.device("cpu")) as world:
-        training, *_ = prepare(config, world)
+        training = prepare(config, world)
         training.advance()
         before = {n: whole(p).detach().clone() for n, p in training.model.named_parameters()}
         saver = Saver(world)

@@ -175,3 +175,42 @@ def grid(path: Path, factors: Iterable[float] = (0.25, 0.5, 1, 2, 4)) -> Path:
             how = {"diverge": 120, "status": "failed", "text": "the loss is not finite"}
             run(path / f"{name}-{lr:g}", name, lr, **(how if dies else {}))
     return path
+
+
+def vision(path: Path, seeds: int = 3, names: Iterable[str] = OPTIMIZERS) -> Path:
+    """A race on images: the same curves, counted in images and epochs, with accuracies."""
+    for place, name in enumerate(names):
+        for seed in range(seeds):
+            run(path / f"{name}-s{seed}", name, seed=seed, accuracy=True)
+            log = path / f"{name}-s{seed}" / "log.jsonl"
+            lines = [
+                _of_images(json.loads(line), 0.01 * place + 0.002 * seed)
+                for line in log.read_text().splitlines()
+            ]
+            lines[-1]["accuracy"] = [r["accuracy"] for r in lines if r["kind"] == "valid"][-1]
+            write(log.parent, lines)
+    settings = {"name": "cifar10 race", "recipe": "cifar10-resnet18", "baseline": "adamw"}
+    (path / "race.json").write_text(json.dumps(settings))
+    return path
+
+
+def _of_images(record: dict[str, Any], less: float) -> dict[str, Any]:
+    """A record of a run on 32 images a step, of 1,280 in an epoch."""
+    record = {k: v for k, v in record.items() if "token" not in k}
+    if record["kind"] == "header":
+        data = {"source": "data/cifar10", "images": 1280, "sha256": "d4" * 32}
+        held = {**data, "images": 10_000}
+        record |= {"unit": "images", "images_per_step": 32, "images_per_epoch": 1280}
+        record |= {"name": "cifar10-resnet18", "data": {"train": data, "valid": held}}
+        record["config"] = {
+            **record["config"],
+            "model": {"arch": "resnet18", "classes": 10},
+            "data": {"source": "data/cifar10", "pad": 4, "flip": True},
+        }
+        return record
+    record |= {"images": record["step"] * 32, "epoch": record["step"] / 40}
+    if record["kind"] == "train":
+        record["images_per_second"] = 32 / record["step_seconds"]
+    if "accuracy" in record:
+        record["accuracy"] = round(record["accuracy"] - less, 4)
+    return record

@@ -161,7 +161,7 @@ def test_micro_batches_do_not_change_the_step(tmp_path: Path, precision: str) ->
 def test_all_optimizers_see_the_same_weights_and_batches(tmp_path: Path) -> None:
     first = {}
     for name in OPTIMIZERS:
-        training, *_ = prepare(run(tmp_path / name, name).replace(model={"dropout": 0.0}))
+        training = prepare(run(tmp_path / name, name).replace(model={"dropout": 0.0}))
         first[name] = float(training._gradients())
     assert len(set(first.values())) == 1, first
 
@@ -203,7 +203,7 @@ def test_the_gradient_norm_is_that_of_all_gradients(tmp_path: Path) -> None:
     for name in ("adamw", "mars-m"):
         config = run(tmp_path / name, name, log_every=1).replace(model={"dropout": 0.0})
         train(config)
-        training, *_ = prepare(config)
+        training = prepare(config)
         training._gradients()
         grads = [p.grad.flatten() for p in training.model.parameters() if p.grad is not None]
         logged = next(r for r in read(tmp_path / name) if r["kind"] == "train")["grad_norm"]
@@ -229,7 +229,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(tmp_pa
     config = run(tmp_path / "nan", "adamw", steps=40)
     train(run(tmp_path / "nan", "adamw", steps=6))
     good = weights(tmp_path / "nan", 6)
-    training, *_ = prepare(config)
+    training = prepare(config)
     path = checkpoint.newest(tmp_path / "nan", print)
     assert path is not None
     training.restore(path)
@@ -247,7 +247,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(tmp_pa
 
 
 def test_a_step_without_finite_gradients_can_be_skipped(tmp_path: Path) -> None:
-    training, *_ = prepare(run(tmp_path, "mars-adamw", skip_nan=True))
+    training = prepare(run(tmp_path, "mars-adamw", skip_nan=True))
     training.advance()
     before = [p.clone() for p in training.model.parameters()]
     model = training.loss_of
@@ -321,7 +321,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_a_result(tmp_path: Pa
 def test_skipping_does_not_go_with_exact_mode_and_leaves_fp16_to_its_scaler(tmp_path: Path) -> None:
     with pytest.raises(LabError, match="does not go with"):
         prepare(run(tmp_path, "exact", skip_nan=True))
-    training, *_ = prepare(run(tmp_path, "adamw", skip_nan=True, precision="fp16"))
+    training = prepare(run(tmp_path, "adamw", skip_nan=True, precision="fp16"))
     training.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     for _ in range(3):
         training.advance()

@@ -45,7 +45,7 @@ def config(out: Path, optimizer: str = "adamw", **loop: Any) -> Run:
 
 def restored(made: Run) -> Training:
     """The end of a run, in this one process."""
-    training, *_ = prepare(made.replace(loop={"parallel": "auto", "micro_batch_size": None}))
+    training = prepare(made.replace(loop={"parallel": "auto", "micro_batch_size": None}))
     path = checkpoint.newest(Path(made.directory), print)
     assert path is not None
     training.restore(path)
@@ -69,7 +69,7 @@ def state(training: Training) -> torch.Tensor:
 
 def distance(a: Training, b: Training) -> float:
     """Between two ends, as a share of the way from the beginning."""
-    start = torch.cat([p.detach().flatten() for p in GPT(a.run.model, seed=0).parameters()])
+    start = torch.cat([p.detach().flatten() for p in GPT(a.run.gpt, seed=0).parameters()])
     return float((flat(a) - flat(b)).norm() / (flat(b) - start).norm())
 
 
@@ -320,7 +320,7 @@ def test_both_forms_of_a_checkpoint_convert_into_each_other(tmp_path: Path) -> N
         with pytest.raises(LabError, match="is sharded already"):
             convert_command(ConvertArgs(path, "sharded"))
         single = convert_command(ConvertArgs(path, "single", tmp_path / f"{name}-out"))
-        training, *_ = prepare(made)
+        training = prepare(made)
         training.restore(single)
         for other in (shards, training):
             assert torch.equal(flat(other), flat(before))

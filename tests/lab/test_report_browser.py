@@ -31,6 +31,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {
         "race": logs.race(top / "race"), "grid": logs.grid(top / "grid"), "odd": odd,
         "single": logs.run(top / "single", "mars-adamw"), "header": odd / "six",
+        "images": logs.vision(top / "images"),
     }  # fmt: skip
     written = {}
     for name, folder in folders.items():
@@ -99,7 +100,7 @@ class Page:
         return [entry["message"] for entry in found if entry["level"] in ("SEVERE", "WARNING")]
 
 
-@pytest.mark.parametrize("name", ["race", "grid", "odd", "single", "header"])
+@pytest.mark.parametrize("name", ["race", "grid", "odd", "single", "header", "images"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_every_page_opens_cleanly(
     browser: Any, pages: dict[str, Path], name: str, width: int
@@ -113,7 +114,7 @@ def test_every_page_opens_cleanly(
     sizes = page.js("const d = document.documentElement; return [d.scrollWidth, d.clientWidth]")
     assert sizes[0] <= sizes[1], "it must not scroll sideways"
     drawn = page.lines()
-    expected = {"race": 7, "grid": 7, "odd": 4, "single": 1, "header": 0}[name]
+    expected = {"race": 7, "grid": 7, "odd": 4, "single": 1, "header": 0, "images": 7}[name]
     assert len(drawn) == expected
     assert all(path.count("L") >= 2 for path in drawn.values())
     assert page.js("return document.title") != "1"
@@ -315,3 +316,22 @@ def test_it_prints_in_light_colours(browser: Any, pages: dict[str, Path]) -> Non
     page.js("dispatchEvent(new Event('afterprint'))")
     assert page.js(stroke) == dark
     assert len(browser.print_page()) > 20_000
+
+
+def test_images_are_shown_by_accuracy_over_epochs(browser: Any, pages: dict[str, Path]) -> None:
+    page = Page(browser, pages["images"], "#x=tokens")
+    pressed = "return [...document.querySelectorAll('#controls [aria-pressed=true]')]"
+    assert page.js(f"{pressed}.map(b => b.value)")[:2] == ["valid.accuracy", "epoch"]
+    assert page.label() == "Epochs"
+    assert any(text.endswith("%") for text in page.tick_texts())
+    accuracies = page.lines()
+    assert set(accuracies) == {label for label, *_ in logs.OPTIMIZERS.values()}
+    page.press("metric", "valid.loss")
+    assert page.lines() != accuracies
+    page.press("x", "seconds")
+    assert "Wall-clock" in page.label()
+    assert "Images per second" in page.find("#t-speed").text
+    shown = page.js("return document.body.innerText")
+    assert "Best accuracy" in shown
+    assert "token" not in shown.lower()
+    assert page.errors() == []

@@ -66,8 +66,8 @@ def test_tokens_to_the_baselines_loss_by_hand(three_seeds: Path) -> None:
     ours = by_label(summarise(load([three_seeds])), "MARS-M")
     # The mean curve falls from 3.3 at step 200 to 2.95 at 400 and meets 3.1 after 4/7 of that.
     steps = 200 + 200 * (3.3 - 3.1) / (3.3 - 2.95)
-    assert ours.tokens_to_baseline == pytest.approx(steps * logs.PER_STEP)
-    assert ours.tokens_ratio == pytest.approx(steps / 400)
+    assert ours.progress_to_baseline == pytest.approx(steps * logs.PER_STEP)
+    assert ours.progress_ratio == pytest.approx(steps / 400)
     assert ours.seconds_to_baseline == pytest.approx(steps * 0.1)
 
 
@@ -76,17 +76,17 @@ def test_an_optimizer_that_never_gets_there_says_so(tmp_path: Path) -> None:
     run(tmp_path, "lion", 0, {0: 5.0, 400: 3.2})
     summary = summarise(load([tmp_path]))
     lion = by_label(summary, "Lion")
-    assert (lion.tokens_to_baseline, lion.tokens_ratio) == (None, None)
-    assert by_label(summary, "AdamW").tokens_ratio == 1
+    assert (lion.progress_to_baseline, lion.progress_ratio) == (None, None)
+    assert by_label(summary, "AdamW").progress_ratio == 1
 
 
 def test_the_same_curve_needs_the_same_tokens_even_if_it_rises_again(tmp_path: Path) -> None:
     for name in ("adamw", "muon"):
         run(tmp_path, name, 0, {0: 5.0, 200: 2.8, 400: 3.0})
     muon = by_label(summarise(load([tmp_path])), "Muon")
-    assert muon.tokens_ratio == 1
-    assert muon.tokens_to_baseline is not None
-    assert muon.tokens_to_baseline < 200 * logs.PER_STEP
+    assert muon.progress_ratio == 1
+    assert muon.progress_to_baseline is not None
+    assert muon.progress_to_baseline < 200 * logs.PER_STEP
 
 
 def test_seeds_are_paired_not_just_averaged(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_runs_that_are_not_comparable_are_never_mixed(
     assert summary.entries[0].loss is not None
     assert summary.entries[0].loss.mean == 3.0  # the other AdamW, at 1.0, is a row of its own
     for entry in summary.entries[1:]:
-        assert (entry.difference, entry.tokens_ratio) == (None, None)
+        assert (entry.difference, entry.progress_ratio) == (None, None)
         assert entry.incomparable is not None
     assert "not comparable" in table(summary)
     assert "Muon is lowest" not in headline(summary)
@@ -197,7 +197,7 @@ def test_of_equal_runs_the_newest_counts(tmp_path: Path) -> None:
     run(tmp_path / "a", "adamw", 0, {0: 5.0, 400: 3.0}, time="2026-01-02")
     run(tmp_path / "b", "adamw", 0, {0: 5.0, 400: 2.0}, time="2026-01-01")
     summary = summarise(load([tmp_path]))
-    assert summary.entries[0].finals == {0: 3.0}
+    assert summary.entries[0].scores == {0: 3.0}
     assert any("only the newest counts" in warning for warning in summary.warnings)
 
 
@@ -294,3 +294,34 @@ def test_a_bad_file_of_rates_is_named(tmp_path: Path, text: str) -> None:
 def test_nothing_is_an_error() -> None:
     with pytest.raises(LabError, match="no run"):
         summarise([])
+
+
+def test_images_are_judged_by_accuracy_and_tokens_are_never_mentioned(tmp_path: Path) -> None:
+    runs = load([logs.vision(tmp_path)])
+    summary = summarise(runs)
+    # Every next optimizer is a point worse, whatever its loss.
+    assert [e.optimizer for e in summary.entries] == list(logs.OPTIMIZERS)
+    first, second = summary.entries[:2]
+    assert first is summary.baseline
+    assert first.accuracy is not None
+    assert first.accuracy.mean == pytest.approx(0.9 - 0.8 * math.exp(-4) - 0.002, abs=1e-4)
+    assert second.difference is not None
+    assert second.difference.mean == pytest.approx(0.01)
+    assert second.difference.resolved
+    assert second.progress_ratio is None  # never as good
+    text = table(summary)
+    assert "AdamW is highest, at an accuracy of 88.33%" in text
+    assert "-1.00 [" in text.replace("−", "-")
+    assert "images/s" in text
+    assert "token" not in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_other_crops_are_not_comparable(tmp_path: Path) -> None:
+    logs.vision(tmp_path / "a", seeds=1, names=["adamw"])
+    logs.vision(tmp_path / "b", seeds=1, names=["muon"])
+    log = tmp_path / "b" / "muon-s0" / "log.jsonl"
+    log.write_text(log.read_text().replace('"pad": 4', '"pad": 2'))
+    summary = summarise(load([tmp_path]))
+    (odd,) = [e for e in summary.entries if e.incomparable]
+    assert odd.incomparable == "crops and flips 2 pixels, yes (not 4 pixels, yes)"

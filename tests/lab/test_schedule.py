@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -52,3 +53,22 @@ def test_every_group_keeps_its_own_peak() -> None:
     remember_peaks(optimizer)  # a second time changes nothing
     assert [g["lr"] for g in optimizer.param_groups] == [0.2, 0.1]
     assert [g["initial_lr"] for g in optimizer.param_groups] == [1.0, 0.5]
+
+
+def test_multistep_falls_to_a_tenth_at_half_and_at_three_quarters() -> None:
+    schedule = Schedule(shape="multistep", warmup_steps=0)
+    shares = [factor(schedule, step, 200) for step in (0, 99, 100, 149, 150, 199)]
+    assert shares == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
+    assert factor(Schedule(shape="multistep", warmup_steps=10), 4, 200) == 0.5
+
+
+def test_onecycle_rises_and_falls_linearly_and_never_reaches_zero_before_the_end() -> None:
+    schedule = Schedule(shape="onecycle", warmup_steps=2000, rise_share=0.25)  # warm-up: its own
+    shares = [factor(schedule, step, 100) for step in range(100)]
+    assert shares[0] == pytest.approx(1 / 25)
+    assert shares[24] == shares[25] == 1
+    assert shares[99] == pytest.approx(1 / 75)
+    assert factor(schedule, 100, 100) == 0
+    falls = [a - b for a, b in itertools.pairwise(shares[25:])]
+    assert falls == pytest.approx([1 / 75] * 74)
+    assert factor(Schedule(shape="onecycle", rise_share=0.0), 0, 10) == 1

@@ -12,12 +12,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mars.lab import loading, recipes
-from mars.lab.config import Run, check, from_json, to_json
+from mars.lab import loading, recipes, tasks
+from mars.lab.config import AnyRun, ImageData, ImageModel, Run, check, from_json, to_json
 from mars.lab.errors import LabError
 
 T = TypeVar("T")
-AnyRun = TypeVar("AnyRun", bound=Run)
 
 
 class UsageError(LabError):
@@ -39,7 +38,8 @@ def parse(kind: type[T], words: list[str], prog: str, about: str, default: Any =
                 args=words,
                 prog=prog,
                 description=about,
-                config=(tyro.conf.PositionalRequiredArgs,),
+                # A recipe is for text or for images: its own fields, no choice between the two.
+                config=(tyro.conf.PositionalRequiredArgs, tyro.conf.AvoidSubcommands),
                 **options,
             )
             return parsed
@@ -111,7 +111,7 @@ def base_run(name: str, words: list[str]) -> Run:
     given = dict(pairwise(words))
     optimizer, init = given.get("--optimizer.name"), given.get("--model.init")
     run = _named_run(name, optimizer)
-    if init is None or init == run.model.init:
+    if init is None or init == run.gpt.init:
         return run
     model, tokenizer = loading.settings(init)
     return dataclasses.replace(run, model=model).replace(data={"tokenizer": tokenizer})
@@ -150,7 +150,8 @@ def overridden(values: dict[str, Any], optimizer: str | None = None) -> Run:
     if optimizer and named and optimizer != named:
         raise LabError(f"the configuration is for {named}: it says nothing about {optimizer}")
     name = values.get("recipe", "custom")
-    base = recipes.make(name, optimizer or named) if name in recipes.RECIPES else Run()
+    known = name in recipes.RECIPES
+    base = recipes.make(name, optimizer or named) if known else _plain(values)
     merged = to_json(base)
     for part, fields in values.items():
         if isinstance(fields, dict) and isinstance(merged.get(part), dict):
@@ -160,16 +161,34 @@ def overridden(values: dict[str, Any], optimizer: str | None = None) -> Run:
     return check(from_json(merged))
 
 
+def _plain(values: dict[str, Any]) -> Run:
+    """Defaults for a configuration without a recipe: a model with an ``arch`` is for images."""
+    model = values.get("model")
+    images = isinstance(model, dict) and "arch" in model
+    return Run(model=ImageModel(), data=ImageData()) if images else Run()
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainArgs(Run):
     """Train one model by one optimizer."""
 
     dry_run: bool = False
-    """Print the resolved configuration, routing, memory and token budget, and stop."""
+    """Print the resolved configuration, routing, memory and budget, and stop."""
+
+
+def counted(args: AnyRun, base: Run) -> AnyRun:
+    """With steps for epochs. Where steps were changed and epochs were not, steps are meant."""
+    if args.loop.steps != base.loop.steps and args.loop.epochs == base.loop.epochs:
+        return args.replace(loop={"epochs": None})
+    try:
+        return tasks.with_steps(args)
+    except LabError:  # data that are not there, which is told when the run begins
+        return args
 
 
 def fitted(args: AnyRun, base: Run) -> AnyRun:
     """With warm-up in proportion, where the number of steps was changed and the warm-up was not."""
+    args = counted(args, base)
     steps, before = args.loop.steps, base.loop.steps
     if steps == before or args.schedule.warmup_steps != base.schedule.warmup_steps or steps < 1:
         return args
@@ -208,7 +227,7 @@ def changes(before: Run, after: Run) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for part, fields in new.items():
         if isinstance(fields, dict):
-            differing = {n for n, v in fields.items() if old[part][n] != v}
+            differing = {n for n, v in fields.items() if old[part].get(n) != v}
             if differing:
                 found[part] = {n: getattr(getattr(after, part), n) for n in differing}
     return found

@@ -18,8 +18,8 @@ USAGE = """usage: mars COMMAND [options]
 MARS: optimizers that correct each gradient by the last one, and a laboratory for them.
 
   race      several optimizers on the same model and batches; ends in a table and a report
-  train     one model by one optimizer: GPT-2 as published, a small GPT, your own text
-  data      text to tokens: OpenWebText, FineWeb-Edu, your files
+  train     one model by one optimizer: GPT-2 as published, your own text, CIFAR
+  data      text to tokens, images to arrays: OpenWebText, CIFAR-10, your files
   report    a self-contained HTML page from the logs of runs
   sample    text from a checkpoint
   eval      HellaSwag, ARC, MMLU, LAMBADA …: checkpoints side by side, scored as lm-eval does
@@ -60,7 +60,8 @@ def _train(words: list[str]) -> int:
     )
     args = arguments.parse(arguments.TrainArgs, words, f"mars train {recipe}", about, default)
     # A run directory keeps its schedule; a recipe's warm-up shrinks with its steps.
-    run = arguments.as_run(args if Path(recipe).is_dir() else arguments.fitted(args, base))
+    fit = arguments.counted if Path(recipe).is_dir() else arguments.fitted
+    run = arguments.as_run(fit(args, base))
     if args.dry_run:
         sys.stdout.write(describe(run) + "\n" if own_rank() == 0 else "")
         return 0
@@ -70,7 +71,8 @@ def _train(words: list[str]) -> int:
     with Progress(run.loop.steps) as progress:
         outcome = train(run, command=command, watch=progress, extend=True)
     loss = "" if outcome.valid is None else f", validation loss {units.loss(outcome.valid)}"
-    sys.stdout.write(f"{outcome.status} at step {outcome.step}{loss}: {outcome.directory}\n")
+    right = "" if outcome.accuracy is None else f", accuracy {units.accuracy(outcome.accuracy)}"
+    sys.stdout.write(f"{outcome.status} at step {outcome.step}{loss}{right}: {outcome.directory}\n")
     if outcome.status == "stopped":
         saved = run.keep.save_every is not None
         where = "goes on from there" if saved else "begins again: keep.save_every is None"
@@ -82,7 +84,10 @@ def _data(words: list[str]) -> int:
     from mars.lab.arguments import parse
     from mars.lab.data.command import DataArgs, data_command
 
-    about = "Turn text into shards of tokens with a manifest; an interrupted run goes on."
+    about = (
+        "Turn text into shards of tokens, or images into arrays, with a manifest of checksums; an "
+        "interrupted run goes on."
+    )
     data_command(parse(DataArgs, words, "mars data", about))
     return 0
 

@@ -7,13 +7,15 @@ import json
 import types
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from mars.lab.errors import LabError
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
-Shape = Literal["cosine", "wsd", "exp", "linear", "constant"]
+Shape = Literal["cosine", "wsd", "exp", "linear", "constant", "multistep", "onecycle"]
+Arch = Literal["resnet18", "vit", "cnn"]
 Parallel = Literal["auto", "ddp", "fsdp2"]
+AnyRun = TypeVar("AnyRun", bound="Run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,28 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImageModel:
+    """The network: one that tells images apart."""
+
+    arch: Arch = "resnet18"
+    """resnet18 for small images (11M parameters), a small vit, or a cnn of a few layers."""
+    classes: int = 10
+    """What it tells apart: as many as the data have."""
+    channels: int = 3
+    """3 for colours, 1 for grey."""
+    size: int = 32
+    """Height and width of an image."""
+    patch: int = 4
+    """vit: height and width of a patch, which divides the image's."""
+    depth: int = 6
+    """vit: blocks."""
+    width: int = 384
+    """vit: width."""
+    heads: int = 6
+    """vit: attention heads in a block."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Data:
     """Where tokens come from."""
 
@@ -51,6 +75,21 @@ class Data:
     """Where validation tokens come from; by default from the same source, which sets some aside."""
     tokenizer: Literal["gpt2", "bytes"] = "gpt2"
     """How text became (or becomes) tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageData:
+    """Where images come from, and how they are varied while training."""
+
+    source: str = "digits"
+    """The embedded digits, a directory made by `mars data`, a CIFAR archive, or a folder with a
+    folder of images for every class in train/ and val/."""
+    valid: str | None = None
+    """Where validation images come from; by default from the same source."""
+    pad: int = 4
+    """Random crops: pixels that an image may be shifted by; 0 for none."""
+    flip: bool = True
+    """Mirror every other image, at random."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +125,17 @@ class Schedule:
     """The learning rate over time, as a share of its peak."""
 
     shape: Shape = "cosine"
-    """wsd holds the peak, then falls linearly; exp is the authors' 0.9^(100·progress)."""
+    """wsd holds the peak, then falls linearly; exp is the authors' 0.9^(100·progress); multistep
+    falls to a tenth at half of the steps and again at three quarters; onecycle rises, then falls,
+    both linearly and from and to zero."""
     warmup_steps: int = 2000
-    """Linear warm-up from zero."""
+    """Linear warm-up from zero. (onecycle has its own.)"""
     min_lr: float = 0.1
     """What cosine, exp and linear end at, as a share of the peak."""
     decay_share: float = 0.2
     """wsd: share of the steps that it falls in, to zero."""
+    rise_share: float = 0.25
+    """onecycle: share of the steps that it rises in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +143,14 @@ class Loop:
     """How training goes."""
 
     steps: int = 100_000
-    """Optimizer steps."""
+    """Optimizer steps; where epochs are set they count, and this follows from them."""
+    epochs: float | None = None
+    """How often to go through the training data."""
     batch_size: int = 480
-    """Sequences in an optimizer step, over all micro-batches and processes."""
+    """Sequences or images in an optimizer step, over all micro-batches and processes."""
     micro_batch_size: int | None = None
-    """Sequences in one forward pass of a process; by default what the memory holds, at most 32k
-    tokens."""
+    """Sequences or images in one forward pass of a process; by default what the memory holds, at
+    most 32k tokens, or all images of the batch."""
     precision: Precision = "auto"
     """Of the forward and backward pass; auto is bf16 on a GPU that has it, fp32 on a CPU."""
     compile: bool | None = None
@@ -125,7 +170,7 @@ class Loop:
     eval_every: int = 1000
     """Steps between validations; the first come earlier, at doubling distances."""
     eval_sequences: int = 1000
-    """Sequences of a validation: always the same ones."""
+    """Sequences of a validation: always the same ones. (Images are validated on all.)"""
     log_every: int = 10
     """Steps between records of training."""
     diagnose_every: int | None = None
@@ -159,8 +204,8 @@ class Run:
 
     recipe: str = "custom"
     """What the run is called, in its log and its directory: by default after its recipe."""
-    model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=Data)
+    model: Model | ImageModel = field(default_factory=Model)
+    data: Data | ImageData = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     loop: Loop = field(default_factory=Loop)
@@ -172,11 +217,26 @@ class Run:
         return self.keep.out or f"runs/{self.recipe}-{name}-s{self.loop.seed}"
 
     @property
-    def tokens_per_step(self) -> int:
-        return self.loop.batch_size * self.model.block_size
+    def gpt(self) -> Model:
+        """The model, of a run on text: what is asked of one on images is a LabError."""
+        if isinstance(self.model, Model):
+            return self.model
+        raise LabError(f"{self.recipe} trains on images: this is for runs on text")
 
-    def replace(self, **changes: dict[str, Any]) -> Run:
-        """A copy with fields of its parts changed: ``run.replace(optimizer={"lr": 1e-3})``."""
+    @property
+    def text(self) -> Data:
+        """Where the tokens come from, of a run on text."""
+        if isinstance(self.data, Data):
+            return self.data
+        raise LabError(f"{self.recipe} trains on images: this is for runs on text")
+
+    def replace(self: AnyRun, **changes: dict[str, Any]) -> AnyRun:
+        """A copy with fields of its parts changed: ``run.replace(optimizer={"lr": 1e-3})``.
+
+        Who sets steps means them: epochs, from which they would follow, are forgotten.
+        """
+        if "steps" in changes.get("loop", {}):
+            changes["loop"] = {"epochs": None, **changes["loop"]}
         parts = {
             part: dataclasses.replace(getattr(self, part), **fields)
             for part, fields in changes.items()
@@ -186,9 +246,12 @@ class Run:
 
 # What must hold of a field, whatever the others are.
 _ABOVE_ZERO = {
-    "model": ["n_layer", "n_head", "n_embd", "block_size", "vocab_size"],
+    "model": [
+        "n_layer", "n_head", "n_embd", "block_size", "vocab_size",
+        "classes", "channels", "size", "patch", "depth", "width", "heads",
+    ],
     "loop": [
-        "steps", "batch_size", "micro_batch_size", "threads", "shards", "eval_every",
+        "steps", "epochs", "batch_size", "micro_batch_size", "threads", "shards", "eval_every",
         "eval_sequences", "log_every", "diagnose_every",
     ],
     "keep": ["save_every", "last"],
@@ -198,6 +261,7 @@ _NOT_BELOW_ZERO = {
     "schedule": ["warmup_steps", "min_lr", "decay_share"],
     "optimizer": ["lr", "weight_decay", "lr_1d", "weight_decay_1d"],
     "model": ["dropout"],
+    "data": ["pad"],
 }
 
 
@@ -206,23 +270,20 @@ def check(run: Run) -> Run:
     for table, allowed in ((_ABOVE_ZERO, "above 0"), (_NOT_BELOW_ZERO, "0 or above")):
         for part, names in table.items():
             for name in names:
-                value = getattr(getattr(run, part), name)
+                value = getattr(getattr(run, part), name, None)
                 right = value is None or (value > 0 if table is _ABOVE_ZERO else value >= 0)
                 if not right:
                     raise LabError(f"{part}.{name} must be {allowed}, it is {value}")
-    model, loop = run.model, run.loop
-    if model.n_embd % model.n_head:
-        raise LabError(
-            f"model.n_embd ({model.n_embd}) must be a multiple of model.n_head ({model.n_head})"
-        )
-    if model.dropout >= 1:
-        raise LabError(f"model.dropout must be below 1, it is {model.dropout}")
+    loop = run.loop
+    _check_text(run) if isinstance(run.model, Model) else _check_images(run, run.model)
     if not 0 <= run.schedule.min_lr <= 1:
         raise LabError(f"schedule.min_lr is a share of the peak, 0 to 1, not {run.schedule.min_lr}")
     if not 0 < run.schedule.decay_share <= 1:
         raise LabError(
             f"schedule.decay_share is above 0 and up to 1, not {run.schedule.decay_share}"
         )
+    if not 0 <= run.schedule.rise_share < 1:
+        raise LabError(f"schedule.rise_share is 0 or above, below 1, not {run.schedule.rise_share}")
     if not 0 <= loop.seed < 2**63:
         raise LabError(f"loop.seed must be 0 to 2**63 - 1, it is {loop.seed}")
     if loop.threads and loop.threads > 1024:
@@ -238,6 +299,33 @@ def check(run: Run) -> Run:
             f"loop.micro_batch_size ({loop.micro_batch_size})"
         )
     return run
+
+
+def _check_text(run: Run) -> None:
+    model = run.gpt
+    if not isinstance(run.data, Data):
+        raise LabError("model is a GPT, but data are images: take a recipe for one or the other")
+    if model.n_embd % model.n_head:
+        raise LabError(
+            f"model.n_embd ({model.n_embd}) must be a multiple of model.n_head ({model.n_head})"
+        )
+    if model.dropout >= 1:
+        raise LabError(f"model.dropout must be below 1, it is {model.dropout}")
+
+
+def _check_images(run: Run, model: ImageModel) -> None:
+    if not isinstance(run.data, ImageData):
+        raise LabError("model is for images, but data are text: take a recipe for one or the other")
+    if model.arch == "vit" and model.size % model.patch:
+        raise LabError(
+            f"model.size ({model.size}) must be a multiple of model.patch ({model.patch})"
+        )
+    if model.arch == "vit" and model.width % model.heads:
+        raise LabError(
+            f"model.width ({model.width}) must be a multiple of model.heads ({model.heads})"
+        )
+    if run.loop.parallel == "fsdp2":
+        raise LabError("loop.parallel fsdp2 is for GPTs: image models fit one GPU, use ddp")
 
 
 def to_json(run: Run) -> dict[str, Any]:
@@ -262,8 +350,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         if value is None and type(None) in choices:
             return None
-        (inner,) = [choice for choice in choices if choice is not type(None)]
-        return _convert(value, inner, where)
+        inner = [choice for choice in choices if choice is not type(None)]
+        return _convert(value, _fitting(inner, value), where)
     if origin is Literal and value in choices:
         return value
     if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(choices):
@@ -288,3 +376,9 @@ def read_config(path: Path) -> Run:
             f"{path} is no configuration of a run: {error} (restore it; or remove it, and give "
             "the command that began the run)"
         ) from error
+
+
+def _fitting(kinds: list[Any], value: Any) -> Any:
+    """Of several dataclasses, the one with most of a JSON object's fields; the first if equal."""
+    names = set(value) if isinstance(value, dict) else set()
+    return max(kinds, key=lambda kind: len(names & set(getattr(kind, "__annotations__", ()))))

@@ -2,44 +2,49 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
 
 import torch
 from torch import nn
 
-from mars.lab import hardware, parallel
-from mars.lab.config import Model, Run, check, to_json
-from mars.lab.data import Batches, validation
+import mars
+from mars.lab import hardware, parallel, tasks
+from mars.lab.config import Run, check, to_json
 from mars.lab.errors import LabError
 from mars.lab.models import GPT
 from mars.lab.optimizers import build, label
 from mars.lab.parallel import World
 from mars.lab.report import units
-from mars.lab.train import open_data
+from mars.lab.tasks import Task
 
 
 def describe(run: Run) -> str:
     """The resolved configuration, size, routing, memory and token budget."""
-    check(run)
-    device = hardware.planned_device(run.loop.device)
+    with contextlib.suppress(LabError):  # data that are not there are told with the budget
+        run = tasks.with_steps(check(run))
+    device = hardware.planned_device(check(run).loop.device)
     world = parallel.shape(run)
-    model = GPT(run.model, seed=None)  # untouched memory: XL is described as fast as tiny
+    task = tasks.of(run)
+    model = task.model(None)  # untouched memory: XL is described as fast as tiny
     optimizer = build(model, run.optimizer)
     parts = [
         ("configuration", json.dumps(to_json(run), indent=2)),
         ("parameters", _parameters(model)),
         (f"routing of {label(run.optimizer.name)}", routing(model, optimizer)),
-        ("memory", _memory(run, model, optimizer, device, world)),
-        ("budget", _budget(run, device, world)),
+        ("memory", _memory(task, model, optimizer, device, world)),
+        ("budget", _budget(task, device, world)),
     ]
     return "\n\n".join(f"{title}\n{'-' * len(title)}\n{text}" for title, text in parts)
 
 
 def _parameters(model: nn.Module) -> str:
     total = sum(p.numel() for p in model.parameters())
-    hidden = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and ".h." in n)
-    return f"{total:,} in all, {hidden:,} in hidden matrices"
+    groups = mars.param_groups(model, mars_type="mars-m", matrix_rule="flatten")
+    hidden = sum(p.numel() for g in groups if g["name"] == "matrices" for _, p in g["params"])
+    flat = any(p.ndim > 2 for p in model.parameters())
+    what = "hidden matrices and convolutions" if flat else "hidden matrices"
+    return f"{total:,} in all, {hidden:,} in {what}"
 
 
 def routing(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -69,16 +74,9 @@ def _rule_of(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> str:
     return type(optimizer).__name__
 
 
-def miniature(model: Model) -> Model:
-    """A model with the same kinds of tensors, of no size to speak of."""
-    return dataclasses.replace(
-        model, n_layer=1, n_embd=8 * model.n_head, block_size=8, vocab_size=64
-    )
-
-
-def state_bytes(run: Run, optimizer: torch.optim.Optimizer) -> float:
+def state_bytes(task: Task, optimizer: torch.optim.Optimizer) -> float:
     """Bytes of state: a parameter's, measured on a miniature, times the real number of them."""
-    model = GPT(miniature(run.model))
+    run, model = task.run, task.miniature()
     small = build(model, run.optimizer)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -100,47 +98,48 @@ def state_bytes(run: Run, optimizer: torch.optim.Optimizer) -> float:
 
 
 def _memory(
-    run: Run, model: GPT, optimizer: torch.optim.Optimizer, device: torch.device, world: World
-) -> str:
+    task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device,
+    world: World,
+) -> str:  # fmt: skip
     """Of one process; under FSDP2 it has a share of everything but activations."""
+    run = task.run
     count = sum(p.numel() for p in model.parameters()) / world.shards
     dtype = hardware.choose_precision(run.loop.precision, device)
-    micro = hardware.choose_micro_batch(run, device, world.size)
-    kept = micro * run.model.block_size * hardware.activation_bytes(run, dtype)
+    micro = task.micro_batch(device, world.size)
+    kept = micro * task.kept_bytes(dtype)
     rows = {
         "parameters": 4.0 * count,
         "gradients": 4.0 * count,
-        "optimizer state": state_bytes(run, optimizer) / world.shards,
+        "optimizer state": state_bytes(task, optimizer) / world.shards,
         f"activations (estimated; micro-batch {micro}, {str(dtype)[6:]})": kept,
     }
     if run.optimizer.exact:
         rows["previous parameters (exact mode)"] = 4.0 * count
-    if world.shards > 1:  # the embeddings and two blocks, of which one is on its way
+    if world.shards > 1 and isinstance(model, GPT):
+        # The embeddings and two blocks, of which one is on its way.
         blocks = sum(p.numel() for p in model.transformer.h.parameters())
-        gathered = count * world.shards - blocks + 2 * blocks / run.model.n_layer
+        gathered = count * world.shards - blocks + 2 * blocks / run.gpt.n_layer
         rows["gathered parameters"] = gathered * torch.empty((), dtype=dtype).element_size()
     rows["together"] = sum(rows.values())
     return "\n".join(f"{units.size(value):>10}  {name}" for name, value in rows.items())
 
 
-def _budget(run: Run, device: torch.device, world: World) -> str:
-    tokens, loop = run.tokens_per_step * run.loop.steps, run.loop
+def _budget(task: Task, device: torch.device, world: World) -> str:
+    run, loop, unit = task.run, task.run.loop, task.unit
+    count = task.per_step * loop.steps
     try:
-        train, valid = open_data(run)
-        Batches(train, run.model.block_size, loop.batch_size, loop.seed)  # long enough?
-        validation(valid, run.model.block_size, loop.eval_sequences)
+        task.open()
         data = (
-            f"{train.source}: {len(train):,} tokens to train on "
-            f"({tokens / len(train):.2f} epochs), {len(valid):,} to validate on"
+            f"{task.train.source}: {task.train.count:,} {unit} to train on "
+            f"({count / task.train.count:.2f} epochs), {task.valid.count:,} to validate on"
         )
     except LabError as error:
         data = f"data: {error}"
-    micro = hardware.choose_micro_batch(run, device, world.size)
-    batch = f"{loop.batch_size} × {run.model.block_size}"
+    micro = task.micro_batch(device, world.size)
     processes = f", {world.size} processes by {world.mode}" if world.mode else ""
     return "\n".join([
-        f"{units.tokens(tokens)} tokens: {loop.steps:,} steps of {run.tokens_per_step:,} tokens "
-        f"({batch}, {loop.batch_size // (micro * world.size)} micro-batches a step)",
+        f"{units.tokens(count)} {unit}: {loop.steps:,} steps of {task.per_step:,} {unit} "
+        f"({task.batch_text}, {loop.batch_size // (micro * world.size)} micro-batches a step)",
         data,
         f"runs on {device}{processes}; written to {run.directory}",
     ])  # fmt: skip

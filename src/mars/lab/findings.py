@@ -134,7 +134,7 @@ class Findings:
         if not trials:
             return f"no trial is complete yet: {self.directory}"
         own = [t for t in trials[SHOWN:] if t.number == 0]
-        rows = [("trial", "validation loss", *self.ranges, "")]
+        rows = [("trial", search.judged_by(self.run), *self.ranges, "")]
         rows += [
             (
                 str(t.number),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -62,30 +63,17 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype:
 
 def activation_bytes(run: Run, dtype: torch.dtype) -> float:
     """What the forward pass keeps of a token, roughly: 17 numbers a block and unit of width."""
-    m = run.model
+    m = run.gpt
     return float((17 * m.n_layer + 2) * m.n_embd * torch.empty((), dtype=dtype).element_size())
 
 
-def choose_micro_batch(run: Run, device: torch.device, ranks: int = 1) -> int:
-    """Sequences in one forward pass: a divisor of a process's batch that the memory holds well."""
-    loop, context = run.loop, run.model.block_size
-    own = loop.batch_size // ranks
-    if loop.micro_batch_size:
-        if own % loop.micro_batch_size:
-            raise LabError(
-                f"loop.micro_batch_size ({loop.micro_batch_size}) must divide the {own} sequences "
-                f"that each of {ranks} processes has of loop.batch_size ({loop.batch_size})"
-            )
-        return loop.micro_batch_size
-    most = CPU_TOKENS
-    if device.type == "cuda":
-        here = torch.cuda.is_available()
-        memory = torch.cuda.get_device_properties(device).total_memory if here else USUAL_MEMORY
-        room = ACTIVATION_SHARE * memory
-        kept = activation_bytes(run, choose_precision(loop.precision, device))
-        most = min(GPU_TOKENS, int(room / kept))
-    limit = max(1, most // context)
-    return max(n for n in range(1, limit + 1) if own % n == 0)
+def activation_room(device: torch.device) -> float:
+    """Bytes of a GPU's memory that activations may take; of a CPU's, as many as there are."""
+    if device.type != "cuda":
+        return math.inf
+    here = torch.cuda.is_available()
+    memory = torch.cuda.get_device_properties(device).total_memory if here else USUAL_MEMORY
+    return ACTIVATION_SHARE * memory
 
 
 def hardware(device: torch.device) -> dict[str, Any]:

@@ -45,9 +45,9 @@ def load(where: str, choice: str | None = None, device: torch.device | str = "cp
         folder = Folder(path)
         return Loaded(path.name, folder.load().to(device).eval(), folder.tokenizer, None, None)
     run, found = find(path, choice)
-    model = GPT(run.model, seed=None)
+    model = GPT(run.gpt, seed=None)
     checkpoint.load(found, model)
-    words = tokenizer(run.data.tokenizer)
+    words = tokenizer(run.text.tokenizer)
     name = found.resolve().parents[1].name
     return Loaded(name, model.to(device).eval(), words, run, found)
 
@@ -59,7 +59,7 @@ def settings(where: str) -> tuple[Model, str]:
         folder = Folder(path)
         return folder.model, folder.tokenizer.name
     run, _ = find(path)
-    return replace(run.model, init=None), run.data.tokenizer
+    return replace(run.gpt, init=None), run.text.tokenizer
 
 
 def initialise(model: nn.Module, where: str) -> None:

@@ -13,26 +13,25 @@ import mars
 from mars.lab import checkpoint, hardware, wrapping
 from mars.lab.clock import Clock
 from mars.lab.config import Run
-from mars.lab.data import Batches, Tokens, validation
 from mars.lab.dtensors import whole
 from mars.lab.errors import LabError
-from mars.lab.models import flops_per_token, peak_flops
+from mars.lab.models import peak_flops
 from mars.lab.optimizers import build
 from mars.lab.parallel import World
 from mars.lab.schedule import factor, remember_peaks, set_rate
+from mars.lab.tasks import Task
 
 
 class Training:
-    """A run in progress: model, optimizer, data, clock, and the step it stands at."""
+    """A run in progress: model, optimizer, task with its data, clock, and where it stands."""
 
-    def __init__(
-        self, run: Run, model: nn.Module, train: Tokens, valid: Tokens, world: World | None = None
-    ) -> None:
-        loop, context = run.loop, run.model.block_size
-        self.run, self.model, self.world = run, model, world or World()
+    def __init__(self, run: Run, model: nn.Module, task: Task, world: World | None = None) -> None:
+        loop = run.loop
+        self.run, self.model, self.task, self.world = run, model, task, world or World()
         self.device = next(model.parameters()).device
         self.dtype = hardware.choose_precision(loop.precision, self.device)
-        self.micro = hardware.choose_micro_batch(run, self.device, self.world.size)
+        self.micro = task.micro_batch(self.device, self.world.size)
+        task.to(self.device, self.dtype)
         # Under DDP all have the same matrices: MARS shares their orthogonalisation out.
         self.optimizer = build(model, run.optimizer, replicated=self.world.mode == "ddp")
         remember_peaks(self.optimizer)
@@ -43,10 +42,7 @@ class Training:
             raise LabError("optimizer.exact does not go with loop.skip_nan")
         self.is_mars = isinstance(self.optimizer, mars.MARS)
         compile_ = self.device.type == "cuda" if loop.compile is None else loop.compile
-        self.loss_of = self.wrapped = wrapping.wrap(model, self.world, compile_)
-        self.batches = Batches(train, context, loop.batch_size, loop.seed)
-        self.held_out = validation(valid, context, loop.eval_sequences)
-        self.flops = flops_per_token(run.model)
+        self.loss_of = self.wrapped = wrapping.wrap(model, self.world, compile_, task.dynamic)
         self.step = 0
         self.skips = 0  # steps skipped just now, in a row
         self.clock = Clock(self.device)
@@ -62,11 +58,6 @@ class Training:
             return nullcontext()
         return torch.autocast(self.device.type, self.dtype)
 
-    def _to_device(self, pair: tuple[Tensor, Tensor]) -> list[Tensor]:
-        if self.device.type == "cuda":
-            return [t.pin_memory().to(self.device, non_blocking=True) for t in pair]
-        return list(pair)
-
     def _gradients(self) -> Tensor:
         """Gradients of the mean loss over the batch of this step, whatever the micro-batches."""
         size, world = self.run.loop.batch_size, self.world
@@ -75,10 +66,10 @@ class Training:
         stride = self.micro * world.size
         for start in range(0, size, stride):
             first = start + self.micro * world.rank
-            pair = self.batches.rows(self.step, first, first + self.micro)
+            batch = self.task.rows(self.step, first, first + self.micro)
             with wrapping.accumulating(self.wrapped, more=start + stride < size):
                 with self._autocast():
-                    loss = self.loss_of(*self._to_device(pair)) * (stride / size)
+                    loss = self.loss_of(*batch) * (stride / size)
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         return world.mean(total)
@@ -149,13 +140,13 @@ class Training:
     @property
     def position(self) -> dict[str, Any]:
         """Where the run stands: in every record."""
-        tokens = self.step * self.run.tokens_per_step
-        return {"step": self.step, "tokens": tokens, "seconds": round(self.clock.read(), 4)}
+        seconds = round(self.clock.read(), 4)
+        return {"step": self.step, **self.task.progress(self.step), "seconds": seconds}
 
     def record(self) -> dict[str, Any]:
         """A record of training since the last one."""
         seconds, optimizer = self.clock.lap()
-        speed = self.run.tokens_per_step / seconds if seconds > 0 else None
+        speed = self.task.per_step / seconds if seconds > 0 else None
         peak = peak_flops(self.device)
         loss = float(self.window) / max(1, self.window_steps)
         self.window.zero_()
@@ -167,30 +158,32 @@ class Training:
             "loss": loss,
             "lr": self.optimizer.param_groups[0]["lr"],
             "grad_norm": None if self.grad_norm is None else float(self.grad_norm),
-            "tokens_per_second": speed,
-            "mfu": speed * self.flops / (peak * self.world.size) if speed and peak else None,
+            f"{self.task.unit}_per_second": speed,
+            "mfu": speed * self.task.flops / (peak * self.world.size) if speed and peak else None,
             "step_seconds": seconds,
             "optimizer_seconds": optimizer,
             "memory": torch.cuda.max_memory_allocated(self.device) if on_gpu else None,
         }
 
     @torch.no_grad()
-    def validate(self) -> float:
-        """Mean loss over the fixed sequences; processes share them."""
+    def validate(self) -> dict[str, float]:
+        """Means of the task's measures over the fixed rows; processes share them."""
         self.model.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        count, micro = len(self.held_out), self.micro
-        for start in range(0, count, micro * self.world.size):
-            first = min(start + micro * self.world.rank, count)
-            rows = min(micro, count - first)
+        task = self.task
+        total = torch.zeros(len(task.measures), dtype=torch.float64, device=self.device)
+        count, most = task.held_out, task.validation_rows(self.micro)
+        for start in range(0, count, most * self.world.size):
+            first = min(start + most * self.world.rank, count)
+            rows = min(most, count - first)
             # A process with nothing left joins in all the same: FSDP2 gathers its shards.
-            pair = self.held_out.rows(first, first + rows) if rows else self.held_out.rows(0, 1)
+            batch = task.held_out_rows(first, first + rows) if rows else task.held_out_rows(0, 1)
             with self._autocast():
-                loss = self.loss_of(*self._to_device(pair))
-            total += loss * rows
+                measured = task.measure(self.loss_of, batch)
+            total += measured * rows
         wrapping.reshard(self.model)
         self.model.train()
-        return float(self.world.sum(total)) / count
+        means = (self.world.sum(total) / count).tolist()
+        return dict(zip(task.measures, means, strict=True))
 
     # What is kept of it.
 

@@ -212,10 +212,43 @@ for _name, _label, _class, _betas in (
     register(_name, _label, f"pytorch_optimizer.{_class}", ["betas"])(_from_library(_class, _betas))
 
 
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon, which takes matrices alone, for convolutions too: as (out, all the rest).
+
+    It sees parameters and momentum through views, so nothing is copied. A channels-last weight has
+    its columns in another order; what is orthogonal stays so in any.
+    """
+
+    def __init__(self, params: Iterable[Tensor], **options: Any) -> None:
+        params = list(params)
+        super().__init__([_as_matrix(p.detach(), p) for p in params], **options)
+        self.param_groups[0]["params"] = params
+
+    def _init_group(self, group: Any, *lists: list[Tensor]) -> bool:
+        """What a step is given: parameters, gradients, momentum, here as matrices."""
+        given = [p for p in group["params"] if p.grad is not None]
+        for p in given:
+            known = self.state[p].get("momentum_buffer")
+            if known is None or known.stride() != p.stride():  # as the parameter lies in memory
+                own = torch.zeros_like(p) if known is None else torch.empty_like(p).copy_(known)
+                self.state[p]["momentum_buffer"] = own
+        has_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [_as_matrix(t, p) for t, p in zip(tensors, given, strict=True)]
+        return has_complex
+
+
+def _as_matrix(t: Tensor, like: Tensor) -> Tensor:
+    """A tensor of the shape of ``like`` as a matrix; a view, if they lie in memory alike."""
+    if t.ndim > 2 and not like.is_contiguous():  # channels-last
+        t = t.movedim(1, -1)
+    return t.flatten(1) if t.ndim > 2 else t
+
+
 @register(
     "muon",
     "Muon",
-    "torch.optim.Muon on hidden matrices, torch.optim.AdamW on the rest",
+    "torch.optim.Muon on hidden matrices and convolutions, torch.optim.AdamW on the rest",
     ["betas", "lr_1d", "betas_1d", "weight_decay_1d"],
 )
 def _muon(model: nn.Module, o: Optimizer, options: dict[str, Any]) -> torch.optim.Optimizer:
@@ -223,7 +256,7 @@ def _muon(model: nn.Module, o: Optimizer, options: dict[str, Any]) -> torch.opti
     tables: list[Tensor] = []
     vectors: list[Tensor] = []
     # The routing of MARS-M: the same tensors go to both, so the two can be compared.
-    for group in mars.param_groups(model, mars_type="mars-m"):
+    for group in mars.param_groups(model, mars_type="mars-m", matrix_rule="flatten"):
         to = hidden if group["name"] == "matrices" else tables
         for _, p in group["params"]:
             (vectors if p.ndim < 2 else to).append(p)
@@ -233,7 +266,7 @@ def _muon(model: nn.Module, o: Optimizer, options: dict[str, Any]) -> torch.opti
     momentum = _set(momentum=o.betas[0] if o.betas else None)
     groups = [{"params": tables, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
     return Together([
-        torch.optim.Muon(hidden, lr=o.lr, weight_decay=o.weight_decay, **momentum, **options),
+        Muon(hidden, lr=o.lr, weight_decay=o.weight_decay, **momentum, **options),
         torch.optim.AdamW(
             [g for g in groups if g["params"]],
             lr=o.lr if o.lr_1d is None else o.lr_1d,
@@ -245,7 +278,12 @@ def _muon(model: nn.Module, o: Optimizer, options: dict[str, Any]) -> torch.opti
 
 def _mars(model: nn.Module, o: Optimizer, options: dict[str, Any]) -> torch.optim.Optimizer:
     decay = o.weight_decay if o.weight_decay_1d is None else o.weight_decay_1d
-    groups = mars.param_groups(model, mars_type=o.name, vectors="no-decay")
+    kind = o.name.removesuffix(AS_PUBLISHED)
+    # What decides the routing is for the routing, which tells the optimizer.
+    routed: dict[str, Any] = {n: options[n] for n in ("matrix_rule", "optimize_1d") if n in options}
+    groups = mars.param_groups(
+        model, mars_type=kind, vectors="no-decay", routes=_convolutions(model, routed), **routed
+    )
     return mars.MARS(
         groups,
         lr=o.lr,
@@ -256,17 +294,31 @@ def _mars(model: nn.Module, o: Optimizer, options: dict[str, Any]) -> torch.opti
         # In exact mode the closure clips: both gradients of a step alike.
         max_grad_norm=None if o.exact else o.max_grad_norm,
         **_set(betas=o.betas, betas_1d=o.betas_1d, gamma=o.gamma),
-        **options,
+        **{name: value for name, value in options.items() if name not in routed},
     )
 
 
-for _name, _label in (
-    ("mars-adamw", "MARS-AdamW"),
-    ("mars-lion", "MARS-Lion"),
-    ("mars-shampoo", "MARS-Shampoo"),
-    ("mars-m", "MARS-M"),
+def _convolutions(model: nn.Module, routed: dict[str, Any]) -> list[Any]:
+    """Where they are no matrices, AdamW trains them, and they decay as for everybody."""
+    if routed.get("matrix_rule") == "flatten" or all(p.ndim < 3 for p in model.parameters()):
+        return []
+    return [(convolution, "adamw")]
+
+
+def convolution(name: str, p: Tensor) -> bool:
+    return p.ndim > 2
+
+
+AS_PUBLISHED = "-2d"  # the authors' rule, beside the one that takes convolutions as matrices
+
+for _name, _label, _about in (
+    ("mars-adamw", "MARS-AdamW", ""),
+    ("mars-lion", "MARS-Lion", ""),
+    ("mars-shampoo", "MARS-Shampoo", ""),
+    ("mars-m", "MARS-M", ""),
+    (f"mars-adamw{AS_PUBLISHED}", "MARS-AdamW 2-D", " on two dimensions, AdamW on all others"),
 ):
     register(
-        _name, _label, f'mars.MARS(mars_type="{_name}")',
+        _name, _label, f'mars.MARS(mars_type="{_name.removesuffix(AS_PUBLISHED)}"){_about}',
         ["betas", "lr_1d", "betas_1d", "weight_decay_1d", "gamma", "exact"],
     )(_mars)  # fmt: skip

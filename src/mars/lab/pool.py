@@ -53,7 +53,7 @@ def _work(job: Job, command: str) -> str:
 
     def watch(record: dict[str, Any]) -> None:
         workers.answer()
-        short = {k: record.get(k) for k in ("kind", "step", "loss", "step_seconds")}
+        short = {k: record.get(k) for k in ("kind", "step", "loss", "accuracy", "step_seconds")}
         _records.put((job.name, short))
 
     with workers.at_work():
@@ -128,7 +128,7 @@ class Board:
         self.processes = processes
         self.step = dict.fromkeys(self.jobs, 0)
         self.ended: dict[str, str] = {}
-        self.loss: dict[str, float] = {}
+        self.valid: dict[str, str] = {}  # what the last validation found
         self.pace: dict[str, float] = {}  # seconds of a step, by optimizer
         self.bar: Any = None
 
@@ -160,7 +160,9 @@ class Board:
         if record["kind"] == "train" and record["step_seconds"]:
             self.pace[self.jobs[name].run.optimizer.name] = record["step_seconds"]
         if record["kind"] == "valid" and record["loss"] is not None:
-            self.loss[name] = record["loss"]
+            right = record.get("accuracy")
+            also = "" if right is None else f", accuracy {units.accuracy(right)}"
+            self.valid[name] = units.loss(record["loss"]) + also
         self._draw(name)
 
     def finish(self, name: str, status: str) -> None:
@@ -173,7 +175,7 @@ class Board:
         if status == "done" and not begun:  # in an earlier race
             self._draw(name)
             return
-        loss = f"validation loss {units.loss(self.loss[name])}" if name in self.loss else "complete"
+        loss = f"validation loss {self.valid[name]}" if name in self.valid else "complete"
         text = loss if status == "done" else status
         left = self.left()
         rest = f", {units.seconds(left)} left" if left and len(self.ended) < len(self.jobs) else ""
@@ -200,7 +202,7 @@ class Board:
         time_left = f"{units.seconds(left)} left" if left else ""
         self.bar.update(self.total, completed=done, description="all", status=time_left)
         shown = name not in self.ended and self.step[name] > 0
-        loss = f"valid {units.loss(self.loss[name])}" if name in self.loss else ""
+        loss = f"valid {self.valid[name]}" if name in self.valid else ""
         self.bar.update(self.lines[name], completed=self.step[name], visible=shown, status=loss)
 
 

@@ -57,11 +57,12 @@ class Progress:
         if kind == "train":
             self.last = record
         elif kind == "valid":
-            self.valid = f"{record['loss']:.4f}"
+            right = (
+                f", accuracy {units.accuracy(record['accuracy'])}" if "accuracy" in record else ""
+            )
+            self.valid = f"{record['loss']:.4f}{right}"
             if self.bar is None:
-                place = (
-                    f"step {record['step']}/{self.steps}, {units.tokens(record['tokens'])} tokens"
-                )
+                place = f"step {record['step']}/{self.steps}, {_place(record)}"
                 self._say(
                     f"{place}, {units.seconds(record['seconds'])}: validation loss {self.valid}"
                 )
@@ -75,8 +76,11 @@ class Progress:
         parts = [f"loss {record['loss']:.3f}"]
         if self.valid:
             parts.append(f"valid {self.valid}")
-        if record["tokens_per_second"]:
-            parts.append(f"{units.tokens(record['tokens_per_second'])} tokens/s")
+        if "epoch" in record:
+            parts.append(f"epoch {record['epoch']:.1f}")
+        for unit in ("tokens", "images"):
+            if record.get(f"{unit}_per_second"):
+                parts.append(f"{units.tokens(record[f'{unit}_per_second'])} {unit}/s")
         if record["mfu"]:
             parts.append(f"{record['mfu']:.0%} MFU")
         return "  ".join(parts)
@@ -87,3 +91,10 @@ class Progress:
         else:
             sys.stderr.write(text + "\n")
             sys.stderr.flush()
+
+
+def _place(record: dict[str, Any]) -> str:
+    """How far a run is, in what it counts."""
+    if "epoch" in record:
+        return f"epoch {record['epoch']:.2f}"
+    return f"{units.tokens(record['tokens'])} tokens"

@@ -11,12 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mars.lab import arguments, recipes
+from mars.lab import arguments, recipes, tasks
 from mars.lab.config import Run, check
-from mars.lab.describe import miniature
 from mars.lab.errors import LabError
 from mars.lab.hardware import choose_device
-from mars.lab.models import GPT
 from mars.lab.optimizers import build
 from mars.lab.pool import Job, cores, run_all
 from mars.lab.report import Summary
@@ -98,7 +96,7 @@ def _entrant(text: str, base: Run, asked: Asked) -> Run:
     else:
         own = base.replace(optimizer={"name": name})
     before = own
-    own = own.replace(**asked)
+    own = arguments.counted(own.replace(**asked), before)
     if "warmup_steps" not in asked.get("schedule", {}):
         own = arguments.fitted(own, before)
     if not rate:
@@ -127,7 +125,7 @@ def _at_rate(run: Run, lr: float) -> Run:
 def _check_optimizers(jobs: list[Job]) -> None:
     """Make each optimizer once, for a miniature: what is wrong is told before anybody trains."""
     for run in {str(job.run.optimizer): job.run for job in jobs}.values():
-        build(GPT(miniature(run.model)), run.optimizer)
+        build(tasks.of(run).miniature(), run.optimizer)
 
 
 def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
@@ -167,18 +165,18 @@ def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
 
 def grid_of(summary: Summary, about: dict[str, Any]) -> dict[str, Any]:
     """The outcome of a learning-rate grid, as recipes keep it and reports draw it."""
-    first = summary.runs[0].header
+    first, m = summary.runs[0].header, summary.measure
     return {
         "recipe": about["recipe"],
         "command": about["command"],
         "versions": first["versions"],
         "hardware": first["hardware"]["name"],
-        "tokens": first["tokens_per_step"] * first["steps"],
+        m.unit: first[f"{m.unit}_per_step"] * first["steps"],
         "optimizers": {
             curve.optimizer: {
                 "label": curve.label,
                 "best": curve.best,
-                "losses": {
+                "errors" if m.unit == "images" else "losses": {
                     f"{point.lr:g}": [round(loss, 4) for loss in point.losses.values()]
                     + [None] * point.dead
                     for point in curve.points

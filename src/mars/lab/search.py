@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mars.lab.config import Run
+from mars.lab.config import Model, Run
 from mars.lab.errors import LabError
 from mars.lab.optimizers import REGISTRY
 
@@ -69,6 +69,11 @@ def space(run: Run, names: Sequence[Name] | None = None) -> dict[str, Range]:
         "gamma": lambda: Range(gamma, min(0.0, gamma), max(0.1, 2 * gamma), log=False),
     }
     return {name: ranges[name]() for name in dict.fromkeys(names)}
+
+
+def judged_by(run: Run) -> str:
+    """What a trial is judged by."""
+    return "validation loss" if isinstance(run.model, Model) else "error rate"
 
 
 def _around(own: float, name: str) -> Range:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,8 +39,25 @@ class Outcome:
 
     status: str  # done, stopped
     step: int
-    valid: float | None
+    valid: float | None  # the last validation's loss
     directory: Path
+    accuracy: float | None = None  # of images
+
+    @property
+    def score(self) -> float | None:
+        """What it is judged by, the lower the better."""
+        if self.valid is None or self.accuracy is None:
+            return self.valid
+        return score({"loss": self.valid, "accuracy": self.accuracy})
+
+
+def score(measured: Mapping[str, float]) -> float:
+    """What a validation is judged by, the lower the better: the error rate of images, or the loss.
+
+    >>> score({"loss": 0.5}), score({"loss": 0.5, "accuracy": 0.75})
+    (0.5, 0.25)
+    """
+    return 1.0 - measured["accuracy"] if "accuracy" in measured else measured["loss"]
 
 
 class Session:
@@ -53,7 +70,7 @@ class Session:
         self.t, self.directory, self.log, self.watch = training, directory, log, watch
         self.world = training.world
         self.saver = checkpoint.saver(self.world)
-        self.valid: float | None = None
+        self.valid: dict[str, float] = {}  # what the last validation measured
         self.saved_at, self.valid_at = training.step or -1, -1
         self.ticked = 0.0
         self.diagnosis: Diagnosis | None = None
@@ -70,7 +87,7 @@ class Session:
         """Go on from a checkpoint, with what the log says of the time before it."""
         for record in records:
             if record["kind"] == "valid":
-                self.valid = record["loss"]
+                self.valid = {name: record[name] for name in self.t.task.measures}
         self.tell("resumed", f"from {where}")
 
     def run(self, interrupt: Interrupt) -> Outcome:
@@ -90,8 +107,14 @@ class Session:
         if self.saved_at != self.t.step and self.t.run.keep.save_every is not None:
             self._save()
         self.finish()
-        self.write({"kind": "end", **self.t.position, "status": status, "valid": self.valid})
-        return Outcome(status, self.t.step, self.valid, self.directory)
+        outcome = Outcome(
+            status, self.t.step, self.valid.get("loss"), self.directory, self.valid.get("accuracy")
+        )
+        more = {} if outcome.accuracy is None else {"accuracy": outcome.accuracy}
+        self.write(
+            {"kind": "end", **self.t.position, "status": status, "valid": outcome.valid, **more}
+        )
+        return outcome
 
     def _asked(self, interrupt: Interrupt) -> int:
         """The signal that any process got; all of them stop at the same step."""
@@ -170,9 +193,9 @@ class Session:
 
     def _validate(self) -> None:
         self.valid, self.valid_at = self.t.validate(), self.t.step
-        if not math.isfinite(self.valid):
+        if not math.isfinite(self.valid["loss"]):
             self._diverge("the validation loss is not finite")
-        self.write({"kind": "valid", **self.t.position, "loss": self.valid})
+        self.write({"kind": "valid", **self.t.position, **self.valid})
 
     def _save(self) -> None:
         t = self.t
@@ -182,9 +205,10 @@ class Session:
         if self.log is not None:
             self.log.sync()  # a power cut leaves both, or the checkpoint before
         save = checkpoint.save if self.saver is None else self.saver.save
+        best = score(self.valid) if self.valid_at == t.step else None
         do = partial(
             save, self.directory, t.step, t.model, t.optimizer, t.training_state(),
-            keep=t.run.keep.last, best=self.valid if self.valid_at == t.step else None,
+            keep=t.run.keep.last, best=best,
         )  # fmt: skip
         self.world.on_first(do) if self.saver is None else do()
         self.saved_at = t.step

@@ -12,7 +12,7 @@ from mars.lab.errors import LabError
 from mars.lab.rundir import write_atomically
 
 # Shown under their own names: they belong to the run, not to one kind of record.
-COMMON = {"lr", "gamma", "tokens", "seconds"}
+COMMON = {"lr", "gamma", "tokens", "images", "epoch", "seconds"}
 
 
 class Sink(Protocol):

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from mars.lab import checkpoint, hardware, loading, parallel, retention, wrapping
+from mars.lab import checkpoint, hardware, loading, parallel, retention, tasks, wrapping
 from mars.lab.config import Run, check, read_config, to_json
-from mars.lab.data import Tokens, check_vocabulary, open_tokens
 from mars.lab.errors import LabError
 from mars.lab.log import Log, read
 from mars.lab.loop import Training
@@ -23,6 +22,7 @@ from mars.lab.parallel import World
 from mars.lab.rundir import RunDirectory, write_atomically
 from mars.lab.session import Outcome, Session, Watch
 from mars.lab.signals import Interrupt
+from mars.lab.tasks import Task
 
 # What may differ when a run goes on: none of it changes what is computed, but for rounding.
 FREE = {
@@ -30,33 +30,17 @@ FREE = {
     "loop": {
         "device", "threads", "compile", "micro_batch_size", "log_every", "eval_every",
         "diagnose_every", "skip_nan", "parallel", "shards",
+        "epochs",  # steps are what counts
     },
 }  # fmt: skip
 
 
-def open_data(run: Run) -> tuple[Tokens, Tokens]:
-    """Tokens to train on and to validate on; both fit the model."""
-    data, model = run.data, run.model
-    if data.source.startswith("data/") and not Path(data.source).exists():
-        name = Path(data.source).name
-        source = name if name in ("openwebtext", "fineweb-edu") else "YOUR.txt"
-        raise LabError(
-            f"{data.source} is not there: make it with `mars data {source} --out {data.source}`, "
-            "or give --data.source"
-        )
-    train = open_tokens(data.source, "train", data.tokenizer)
-    valid = open_tokens(data.valid or data.source, "valid", data.tokenizer)
-    for tokens in (train, valid):
-        check_vocabulary(tokens, model.vocab_size)
-    return train, valid
-
-
-def prepare(run: Run, world: World | None = None) -> tuple[Training, Tokens, Tokens]:
+def prepare(run: Run, world: World | None = None) -> Training:
     """Everything a run needs, checked; nothing is written yet."""
     check(run)
     world = world or World()
     device = hardware.choose_device(run.loop.device, parallel.local_rank() if world.mode else None)
-    train, valid = open_data(run)
+    task = tasks.of(run).open()
     if run.loop.threads:
         torch.set_num_threads(run.loop.threads)
     if device.type == "cuda":
@@ -64,10 +48,10 @@ def prepare(run: Run, world: World | None = None) -> tuple[Training, Tokens, Tok
     world.seed(run.loop.seed)
     dtype = hardware.choose_precision(run.loop.precision, device)
     try:
-        model = wrapping.make(run, world, device, dtype)
+        model = wrapping.make(task, world, device, dtype)
     except (RuntimeError, MemoryError) as error:
         raise LabError(f"the model does not fit in memory: {str(error).splitlines()[0]}") from error
-    return Training(run, model, train, valid, world), train, valid
+    return Training(run, model, task, world)
 
 
 def train(
@@ -82,7 +66,8 @@ def train(
         watch: sees every record of the log, and about twice a second a "tick" with the step.
         extend: let a run that was begun with fewer steps go on to this number.
     """
-    device = hardware.choose_device(check(run).loop.device, parallel.local_rank())
+    run = tasks.with_steps(check(run))
+    device = hardware.choose_device(run.loop.device, parallel.local_rank())
     with parallel.joined(run, device) as world:
         directory = Path(run.directory)
         begun = world.on_first(lambda: _check_directory(run, directory, extend))
@@ -90,17 +75,17 @@ def train(
             ended = world.on_first(lambda: _ended(run, directory))
             if ended is not None:
                 return ended
-        training, *tokens = world.together(lambda: prepare(run, world))
-        init, kept = run.model.init, directory / "checkpoints"
+        training = world.together(lambda: prepare(run, world))
+        init, kept = getattr(run.model, "init", None), directory / "checkpoints"
         if init is not None and world.on_first(lambda: not retention.in_order(kept)):
             world.together(lambda: loading.initialise(training.model, init))
         with _owned(directory, world):
             start, refused = _find_start(directory, world)
             if start is not None:
-                world.on_first(lambda: _check_data(directory, tokens[0], tokens[1]))
+                world.on_first(lambda: _check_data(directory, training.task))
                 world.together(lambda: training.restore(start, verified=True))
             with _session(training, directory, watch) as session, Interrupt() as interrupt:
-                about = header(run, training, tokens[0], tokens[1], command)
+                about = header(run, training, command)
                 refused += world.on_first(lambda: _begin(session, start, about, begun))
                 session.valid = world.on_first(lambda: session.valid)
                 for text in refused:
@@ -188,19 +173,20 @@ def _ended(run: Run, directory: Path) -> Outcome | None:
     """The outcome of a run that has nothing left to do."""
     last = _records(directory)[-1:]
     if last and last[0].get("status") == "done" and last[0]["step"] == run.loop.steps:
-        return Outcome("done", last[0]["step"], last[0]["valid"], directory)
+        accuracy = last[0].get("accuracy")
+        return Outcome("done", last[0]["step"], last[0]["valid"], directory, accuracy)
     return None
 
 
-def _check_data(directory: Path, train: Tokens, valid: Tokens) -> None:
-    """Refuse to go on with other tokens than the run began with."""
+def _check_data(directory: Path, task: Task) -> None:
+    """Refuse to go on with other data than the run began with."""
     begun = next((r for r in _records(directory) if r.get("kind") == "header"), {})
-    for name, tokens in (("train", train), ("valid", valid)):
-        before = begun.get("data", {}).get(name, {}).get("sha256", tokens.sha256)
-        if before != tokens.sha256:
+    for name, now in (("train", task.train), ("valid", task.valid)):
+        before = begun.get("data", {}).get(name, {}).get("sha256", now.sha256)
+        if before != now.sha256:
             raise LabError(
-                f"{tokens.source} has changed since the run in {directory} began (its sha256 was "
-                f"{before[:12]}, now {tokens.sha256[:12]}): restore it or choose another --keep.out"
+                f"{now.source} has changed since the run in {directory} began (its sha256 was "
+                f"{before[:12]}, now {now.sha256[:12]}): restore it or choose another --keep.out"
             )
 
 
@@ -248,15 +234,11 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def header(run: Run, t: Training, train: Tokens, valid: Tokens, command: str) -> dict[str, Any]:
+def header(run: Run, t: Training, command: str) -> dict[str, Any]:
     """The first record of a log: everything the numbers depend on."""
     parameters = list(t.model.parameters())
     matrix = sum(p.numel() for p in parameters if p.ndim >= 2)
     total = sum(p.numel() for p in parameters)
-    sources = {
-        name: {"source": tokens.source, "tokens": len(tokens), "sha256": tokens.sha256}
-        for name, tokens in (("train", train), ("valid", valid))
-    }
     return {
         "kind": "header",
         "format": 1,
@@ -268,10 +250,8 @@ def header(run: Run, t: Training, train: Tokens, valid: Tokens, command: str) ->
         "seed": run.loop.seed,
         "config": dataclasses.asdict(run),
         "parameters": {"total": total, "matrix": matrix, "other": total - matrix},
-        "tokens_per_step": run.tokens_per_step,
         "steps": run.loop.steps,
-        "flops_per_token": t.flops,
-        "data": sources,
+        **t.task.header,
         "versions": hardware.versions(),
         "hardware": hardware.hardware(t.device),
         "precision": str(t.dtype).removeprefix("torch."),

@@ -15,11 +15,13 @@ from mars.lab.errors import LabError
 from mars.lab.progress import Progress
 from mars.lab.rundir import RunDirectory
 from mars.lab.search import open_study
+from mars.lab.session import score
 from mars.lab.train import train
 
 if TYPE_CHECKING:
     import optuna
 
+POSITION = ("step", "tokens", "images", "epoch", "seconds")  # where a run stands, in a record
 State = Literal["complete", "pruned", "diverged", "stopped"]
 
 
@@ -37,7 +39,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a trial ended. ``loss`` is the mean over seeds of the last validation."""
+    """How a trial ended. ``loss`` is the mean over seeds of the last validation (images: error)."""
 
     state: State
     loss: float | None
@@ -56,18 +58,18 @@ class Watcher:
         known = trial.study.get_trials(deepcopy=False)[trial.number] if trial else None
         self.told = set(known.intermediate_values) if known else set()
         self.state: State | None = None
-        self.place: dict[str, Any] = {"step": 0, "tokens": 0, "seconds": 0.0}
+        self.place: dict[str, Any] = {"step": 0, "seconds": 0.0}
         self.loss: float | None = None
 
     def __call__(self, record: dict[str, Any]) -> None:
         workers.answer()
         if record["kind"] in ("header", "tick"):
             return
-        self.place = {name: record[name] for name in self.place}
+        self.place = {name: record[name] for name in POSITION if name in record}
         if record["kind"] == "end" and record["status"] == "failed":
             self.state = "diverged"
         if record["kind"] == "valid" and record["step"] > 0:
-            self._validated(record["step"], record["loss"])
+            self._validated(record["step"], score(record))
 
     def _validated(self, step: int, loss: float) -> None:
         if not math.isfinite(loss):
@@ -124,7 +126,7 @@ def _train(run: Run, watcher: Watcher, order: Order) -> State:
         return "diverged"
     if outcome.status == "stopped":
         return "stopped"
-    watcher.loss = outcome.valid
+    watcher.loss = outcome.score
     if watcher.place["step"] == 0:  # it was complete before: its log knows how long it took
         watcher.place["seconds"] = log.read(Path(run.directory))[-1]["seconds"]
     return "complete" if watcher.loss is not None else "diverged"

@@ -39,7 +39,7 @@ class TuneArgs(Run):
     seeds: int = 1
     """Runs of each trial, which is judged by their mean."""
     prune: bool = True
-    """Stop a run whose validation loss is above the median of earlier runs."""
+    """Stop a run whose validation loss (images: error rate) is above the median of earlier runs."""
     jobs: int | None = None
     """Trials at the same time; by default up to one a core on a CPU, one on a GPU."""
     checkpoints: bool = False
@@ -220,7 +220,7 @@ class Search:
     def _say(self, trial: optuna.Trial, ended: Ended) -> None:
         many = self.args.trials
         finished = sum(t.state.is_finished() for t in self.study.get_trials(deepcopy=False))
-        loss = f"validation loss {units.loss(ended.loss)}"
+        loss = f"{search.judged_by(self.run)} {units.loss(ended.loss)}"
         text = {"complete": loss, "pruned": f"pruned, {loss}", "diverged": "diverged"}[ended.state]
         if findings.best(self.study) == trial.number:
             text += ", the best so far"

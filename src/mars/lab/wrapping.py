@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mars.lab.config import Run
 from mars.lab.dtensors import fill
 from mars.lab.models import GPT
 from mars.lab.parallel import World
+from mars.lab.tasks import Task
 
 
-def make(run: Run, world: World, device: torch.device, dtype: torch.dtype) -> GPT:
+def make(task: Task, world: World, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The model on its device, with the same initial weights for any number of processes."""
-    seed = run.loop.seed
+    seed = task.run.loop.seed
     if world.mode != "fsdp2":
-        return GPT(run.model, seed=seed).to(device)
+        return task.model(seed).to(device)
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     # Parameters travel in 16 bits, gradients are added in 32.
@@ -27,7 +27,7 @@ def make(run: Run, world: World, device: torch.device, dtype: torch.dtype) -> GP
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     with torch.device("meta"):  # no process ever holds all of it
-        model = GPT(run.model, seed=None)
+        model = GPT(task.run.gpt, seed=None)
     for module in (*model.transformer.h, model):
         fully_shard(module, mesh=world.mesh, mp_policy=policy)
     model.to_empty(device=device)
@@ -35,14 +35,16 @@ def make(run: Run, world: World, device: torch.device, dtype: torch.dtype) -> GP
     return model
 
 
-def wrap(model: nn.Module, world: World, compile_: bool) -> Callable[..., Tensor]:
+def wrap(
+    model: nn.Module, world: World, compile_: bool, dynamic: bool | None = None
+) -> Callable[..., Tensor]:
     """What is called for the loss; the model itself keeps the names of its parameters."""
     if compile_ and world.mode == "fsdp2" and isinstance(model, GPT):
         # FSDP2 gathers parameters in hooks: those stay outside of what is compiled.
         for piece in model.pieces:
             piece.forward = torch.compile(piece.forward)
     elif compile_:
-        model.compile()  # in place: names of parameters stay
+        model.compile(dynamic=dynamic)  # in place: names of parameters stay
     if world.mode != "ddp":
         return model
     device = next(model.parameters()).device

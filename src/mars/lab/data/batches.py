@@ -75,8 +75,7 @@ class Batches:
         if epoch not in self._epochs:
             while len(self._epochs) > 1:
                 self._epochs.pop(next(iter(self._epochs)))
-            key = np.array([self.seed, epoch], np.uint64)
-            words = np.random.Philox(key=key).random_raw(self.windows + 1)
+            words = _words(self.seed, epoch, self.windows + 1)
             phases = min(self.context, len(self.tokens) - self.windows * self.context)
             order = np.argsort(words[1:], kind="stable")
             self._epochs[epoch] = int(words[0] % np.uint64(phases)), order
@@ -110,6 +109,19 @@ class Validation:
 def validation(tokens: Tokens, context: int, sequences: int) -> Validation:
     """So many fixed windows of a stream, or as many as it has."""
     return Validation(tokens, context, sequences)
+
+
+def shuffled(seed: int, epoch: int, count: int) -> npt.NDArray[np.int64]:
+    """The numbers 0 … count − 1 in the random order of an epoch.
+
+    >>> sorted(shuffled(0, 3, 5).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    return np.argsort(_words(seed, epoch, count), kind="stable")
+
+
+def _words(seed: int, epoch: int, count: int) -> npt.NDArray[np.uint64]:
+    return np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(count)
 
 
 def _check_length(tokens: Tokens, context: int) -> None:

@@ -1,9 +1,9 @@
-"""`mars data SOURCE --out DIR`: tokenise once, train often."""
+"""`mars data SOURCE --out DIR`: tokenise text or decode images once, train often."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -14,14 +14,16 @@ from mars.lab.errors import LabError
 
 @dataclass(frozen=True)
 class DataArgs:
-    """Tokenise text into shards for training; the same command goes on after an interruption."""
+    """Prepare text or images for training; the same command goes on after an interruption."""
 
     source: str
     """A file, directory or glob of .txt, .jsonl, .parquet (also .gz, .zst); openwebtext;
-    fineweb-edu; or hf:org/name[@revision][:config[:split]]. With --verify: a prepared directory."""
+    fineweb-edu; or hf:org/name[@revision][:config[:split]]. Images: cifar10, cifar100,
+    tiny-imagenet (downloaded); an archive of CIFAR; a folder or zip with train/CLASS/*.png or .jpg
+    and valid, val or test. With --verify: a prepared directory."""
 
     out: Path | None = None
-    """Where the shards go; by default data/ and the name of the source."""
+    """Where the result goes; by default data/ and the name of the source."""
 
     tokenizer: Literal["gpt2", "bytes"] = "gpt2"
     """GPT-2's byte-pair encoding, or plain bytes."""
@@ -43,13 +45,21 @@ class DataArgs:
     """Where a record has its text."""
 
     verify: bool = False
-    """Prepare nothing: check the sha256 of every shard of a prepared directory."""
+    """Prepare nothing: check the sha256 of every file of a prepared directory."""
 
 
 def data_command(args: DataArgs) -> None:
     """Do what `mars data` was asked, with a progress bar."""
     from rich.console import Console
 
+    from mars.lab.images.command import images_command
+    from mars.lab.images.sources import recognised
+
+    if recognised(args.source):
+        _refuse_words_of_text(args)
+        out = args.out or Path("data") / default_name(args.source)
+        images_command(args.source, out, args.verify)
+        return
     console = Console(highlight=False)
     if args.verify:
         with console.status("verifying") as status:
@@ -59,6 +69,14 @@ def data_command(args: DataArgs) -> None:
     out = args.out or Path("data") / default_name(args.source)
     manifest = _with_progress(args, out, console)
     console.print(f"{out}: {_summary(manifest)}", soft_wrap=True)
+
+
+def _refuse_words_of_text(args: DataArgs) -> None:
+    for field in fields(args):
+        known = field.name in ("source", "out", "verify")
+        if not known and getattr(args, field.name) != field.default:
+            option = field.name.replace("_", "-")
+            raise LabError(f"--{option} is for text, and {args.source} holds images")
 
 
 def default_name(source: str) -> str:

@@ -79,7 +79,7 @@ def prepare(
     }
     directory = Path(out).expanduser()
     made = not directory.exists()
-    with _locked(directory):
+    with locked(directory):
         manifest = _begin(directory, Manifest(tokenizer, found.name, _as_json(settings)))
         if not manifest.complete:
             try:
@@ -247,7 +247,7 @@ def _short(value: Any) -> str:
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def locked(directory: Path) -> Iterator[None]:
     """Make the directory, and hold it against another preparation."""
     import fcntl
 

@@ -61,13 +61,13 @@ def card(loaded: Loaded, home: Path) -> str:
     rows: list[tuple[str, Any]] = [
         ("recipe", run.recipe),
         ("parameters", f"{count:,}"),
-        ("context", f"{run.model.block_size} tokens"),
-        ("tokenizer", run.data.tokenizer),
+        ("context", f"{run.gpt.block_size} tokens"),
+        ("tokenizer", run.text.tokenizer),
         ("data", run.data.source),
         ("steps", f"{step} of {run.loop.steps}"),
-        ("tokens seen", units.tokens(step * run.tokens_per_step)),
+        ("tokens seen", units.tokens(step * run.loop.batch_size * run.gpt.block_size)),
         ("optimizer", f"{label(o.name)}, learning rate {units.rate(o.lr)}"),
-        ("initial weights", run.model.init or f"drawn, seed {run.loop.seed}"),
+        ("initial weights", run.gpt.init or f"drawn, seed {run.loop.seed}"),
         ("validation loss", "not known" if valid is None else units.loss(valid)),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)

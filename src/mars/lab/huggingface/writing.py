@@ -32,7 +32,7 @@ def write(
         limit: bytes of weights in a file.
     """
     check(folder, overwrite)
-    words, own = loaded.words, loaded.run.model if loaded.run else None
+    words, own = loaded.words, loaded.run.gpt if loaded.run else None
     if own is None:
         raise LabError(f"{loaded.name} is a Hugging Face folder already")
     count = min(words.vocab_size, own.vocab_size)

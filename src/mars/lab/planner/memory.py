@@ -52,13 +52,13 @@ class Memory:
 
 
 def activations_bytes(model: Model, micro_batch: int, recompute: bool) -> float:
-    tokens = micro_batch * model.run.model.block_size
+    tokens = micro_batch * model.run.gpt.block_size
     return tokens * model.kept_bytes_per_token(recompute)
 
 
 def logits_bytes(model: Model, gpu: Gpu, micro_batch: int) -> float:
     """A chunk of logits, the gradient of the head and that of the hidden states."""
-    m = model.run.model
+    m = model.run.gpt
     rows, row_bytes = micro_batch * m.block_size, m.vocab_size * HALF_BYTES
     chunk = chunk_rows(rows, row_bytes, int(gpu.memory_bytes) // 64)
     return min(rows, chunk) * row_bytes + m.vocab_size * m.n_embd * 4 + rows * m.n_embd * HALF_BYTES

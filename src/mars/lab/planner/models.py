@@ -36,7 +36,7 @@ class Model:
 
     @property
     def layers(self) -> int:
-        return self.run.model.n_layer
+        return self.run.gpt.n_layer
 
     @cached_property
     def elements(self) -> int:
@@ -50,7 +50,7 @@ class Model:
     @property
     def flops_per_token(self) -> int:
         """6·N + 12·L·D·T, as `mars.lab.models.flops_per_token`, for any hidden matrices."""
-        m = self.run.model
+        m = self.run.gpt
         weights = sum(rows * cols for rows, cols in self.matrices) + m.vocab_size * m.n_embd
         return 6 * weights + 12 * self.layers * m.n_embd * m.block_size
 
@@ -60,7 +60,7 @@ class Model:
         everything = activation_bytes(self.run, torch.bfloat16)
         if not recompute:
             return everything
-        per_width = 2.0 * self.run.model.n_embd
+        per_width = 2.0 * self.run.gpt.n_embd
         return (self.layers + 17 + 2) * per_width
 
 
@@ -90,7 +90,7 @@ def find(name: str) -> Model:
 def of_run(run: Run, name: str) -> Model:
     """The GPT of a configuration: its own tensors, routed as MARS-M routes them."""
     with torch.device("meta"):
-        model = GPT(run.model, seed=None)
+        model = GPT(run.gpt, seed=None)
     groups = mars.param_groups(model, mars_type="mars-m")
     hidden = {p for g in groups if g["name"] == "matrices" for _, p in g["params"]}
     blocks: list[Shape] = []

@@ -43,7 +43,7 @@ class Job:
     def tokens(self) -> int:
         """Of a step: the batch, filled up to whole passes of all ranks."""
         sequences = self.passes * self.cluster.gpus * self.micro_batch
-        return sequences * self.model.run.model.block_size
+        return sequences * self.model.run.gpt.block_size
 
     @property
     def training_flops_per_gpu(self) -> float:
@@ -89,7 +89,7 @@ class Prediction:
 
 def default_micro_batch(model: Model, cluster: Cluster, batch: int, recompute: bool) -> int:
     """The lab's rule: a divisor of a GPU's part, at most 32k tokens and 40 % of the memory."""
-    context, own = model.run.model.block_size, max(1, batch // cluster.gpus)
+    context, own = model.run.gpt.block_size, max(1, batch // cluster.gpus)
     room = hardware.ACTIVATION_SHARE * cluster.gpu.memory_bytes
     most = min(hardware.GPU_TOKENS, room / model.kept_bytes_per_token(recompute))
     limit = max(1, min(int(most) // context, own))

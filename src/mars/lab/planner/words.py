@@ -45,7 +45,7 @@ def headline(job: Job) -> str:
     return (
         f"{model.name}: {units.tokens(model.elements)} parameters on {cluster.gpus} x "
         f"{cluster.gpu.name}{nodes}{way}\n"
-        f"{units.tokens(job.tokens)} tokens a step: {passes} x {model.run.model.block_size} "
+        f"{units.tokens(job.tokens)} tokens a step: {passes} x {model.run.gpt.block_size} "
         f"tokens on each GPU"
     )
 

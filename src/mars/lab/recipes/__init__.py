@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mars.lab.config import Run
 from mars.lab.errors import LabError
-from mars.lab.recipes import gpt2, small
+from mars.lab.recipes import gpt2, small, vision
 from mars.lab.recipes.small import rates
 
 __all__ = ["RECIPES", "Recipe", "find", "make", "rates"]
@@ -45,6 +45,24 @@ RECIPES: dict[str, Recipe] = {
         )
         for suffix, data in (("", "openwebtext"), ("-fineweb", "fineweb-edu"))
     },
+    "digits-cnn": Recipe(
+        "a CNN of 38 thousand parameters on handwritten digits, embedded: seconds on a CPU",
+        vision.digits_cnn,
+    ),
+    "cifar10-resnet18": Recipe(
+        "ResNet-18 on CIFAR-10, 200 epochs as published", vision.maker("cifar10", "resnet18")
+    ),
+    "cifar10-resnet18-short": Recipe(
+        "the same in 30 epochs, one cycle", vision.maker("cifar10", "resnet18", short=True)
+    ),
+    "cifar100-resnet18": Recipe(
+        "ResNet-18 on CIFAR-100, 200 epochs", vision.maker("cifar100", "resnet18")
+    ),
+    "cifar10-vit": Recipe("a small ViT on CIFAR-10, 200 epochs", vision.maker("cifar10", "vit")),
+    "tiny-imagenet-resnet18": Recipe(
+        "ResNet-18 on tiny ImageNet (64×64, 200 classes), 200 epochs",
+        vision.maker("tiny-imagenet", "resnet18"),
+    ),
 }
 
 

@@ -18,6 +18,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "muon": {"lr_1d": 0.5},
     "soap": {"betas": (0.95, 0.95)},
     "mars-adamw": {"betas": (0.9, 0.95), "gamma": 0.025},
+    "mars-adamw-2d": {"betas": (0.9, 0.95), "gamma": 0.025},
     "mars-lion": {"betas": (0.95, 0.99), "gamma": 0.025, "weight_decay": 1.0},
     "mars-shampoo": {"betas": (0.95, 0.99), "gamma": 0.025, "lr_1d": 0.5},
     "mars-m": {"betas": (0.95, 0.99), "gamma": 0.025, "lr_1d": 0.5},
@@ -33,6 +34,10 @@ GUESSES: dict[str, dict[str, float]] = {
     "gpt-50m": {
         "adamw": 2e-3, "lion": 3e-4, "muon": 4e-3, "soap": 2e-3, "mars-adamw": 2e-3,
         "mars-lion": 3e-4, "mars-shampoo": 2e-2, "mars-m": 4e-3,
+    },
+    "digits-cnn": {
+        "adamw": 1e-2, "lion": 1e-3, "muon": 1e-2, "soap": 1e-2, "mars-adamw": 1e-2,
+        "mars-adamw-2d": 1e-2, "mars-lion": 1e-3, "mars-shampoo": 2e-2, "mars-m": 1e-2,
     },
 }  # fmt: skip
 

@@ -25,7 +25,7 @@ const svg = (name, attributes, ...children) =>
 // --- settings -------------------------------------------------------------------------------
 
 const DEFAULTS = {
-  metric: 'valid.loss', x: 'tokens', xlog: '', ylog: '', range: 'detail', smooth: '2',
+  metric: DATA.unit === 'images' ? 'valid.accuracy' : 'valid.loss', x: DATA.progress, xlog: '', ylog: '', range: 'detail', smooth: '2',
   seeds: '1', rates: '', group: 'all', hide: '', zoom: '',
 };
 const state = { ...DEFAULTS };
@@ -36,7 +36,7 @@ function readHash() {
     state[key] = given.has(key) ? given.get(key) : DEFAULTS[key];
   }
   // An address may be typed by anybody.
-  if (!Object.hasOwn(AXES, state.x)) state.x = DEFAULTS.x;
+  if (![DATA.progress, 'step', 'seconds'].includes(state.x)) state.x = DEFAULTS.x;
   if (!Number.isFinite(Number(state.smooth))) state.smooth = DEFAULTS.smooth;
 }
 

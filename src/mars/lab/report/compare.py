@@ -25,13 +25,17 @@ def setting(run: RunLog) -> Setting:
     config = config if isinstance(config, dict) else {}
     model, loop = config.get("model"), config.get("loop")
     sequences = loop.get("eval_sequences") if isinstance(loop, dict) else None
+    unit, source = run.measure.unit, config.get("data")
+    source = source if isinstance(source, dict) else {}
+    varied = f"{source.get('pad', 0)} pixels, {'yes' if source.get('flip') else 'no'}"
     return (
         ("training data", _sha(data.get("train"))),
         ("validation data", _sha(data.get("valid"))),
         ("model", json.dumps(model, sort_keys=True)),
-        ("tokens per step", str(header.get("tokens_per_step"))),
+        (f"{unit} per step", str(header.get(f"{unit}_per_step"))),
         ("steps", str(run.steps)),
         ("validation sequences", str(sequences)),
+        ("crops and flips", varied),
     )
 
 

@@ -2,6 +2,7 @@
 
 const AXES = {
   tokens: { label: 'Tokens', kind: 'tokens', text: (v) => large(v) + ' tokens' },
+  epoch: { label: 'Epochs', kind: 'number', text: (v) => `epoch ${plain(v)}` },
   step: { label: 'Steps', kind: 'number', text: (v) => `step ${Math.round(v).toLocaleString('en')}` },
   seconds: { label: 'Wall-clock time, without validation', kind: 'seconds', text: duration },
 };

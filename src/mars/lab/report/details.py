@@ -21,11 +21,11 @@ def facts(summary: Summary, title: str) -> Markup:
     """One line under the title: what was trained on what."""
     run = next(iter(summary.entries[0].runs), summary.runs[0])
     head = run.header
-    total = _get(head, "parameters", "total")
+    total, unit = _get(head, "parameters", "total"), run.measure.unit
     said = [
         str(head.get("name") or ""),
         f"{units.tokens(total)} parameters" if isinstance(total, (int, float)) else "",
-        f"{units.tokens(_planned(run))} tokens" if _planned(run) else f"{run.steps:,} steps",
+        f"{units.tokens(_planned(run))} {unit}" if _planned(run) else f"{run.steps:,} steps",
         str(_get(head, "data", "train", "source") or ""),
         str(_get(head, "hardware", "name") or ""),
         f"{len(summary.runs)} runs" if len(summary.runs) > 1 else "one run",
@@ -52,17 +52,20 @@ def _runs_table(summary: Summary, runs: Sequence[RunLog]) -> Markup:
     order = {"failed": 0, "diverged": 0, "stopped": 1, "unfinished": 1}
     runs = sorted(runs, key=lambda r: order.get(r.status, 2))
     names = _names(summary.runs)
+    images = summary.measure.unit == "images"
     body = []
     for run in runs:
         text = str(run.end.get("text") or "") if run.end else ""
         body.append([
             names[id(run)], labels.get(id(run), run.label), units.rate(run.lr), str(run.seed),
             tag("span", run.status, class_=f"status {run.status}"),
-            f"{run.step:,} of {run.steps:,}", units.tokens(run.tokens),
+            f"{run.step:,} of {run.steps:,}", run.measure.far(run.progress),
             units.seconds(run.seconds) if run.seconds else "–",
-            units.loss(run.last), text,
+            *([units.accuracy(run.accuracy)] if images else []), units.loss(run.last), text,
         ])  # fmt: skip
-    head = ["Run", "Optimizer", "lr", "Seed", "Status", "Steps", "Tokens", "Time", "Loss", ""]
+    head = ["Run", "Optimizer", "lr", "Seed", "Status", "Steps",
+            summary.measure.progress_words.capitalize(), "Time",
+            *(["Accuracy"] if images else []), "Loss", ""]  # fmt: skip
     return table(head, body, "wide")
 
 
@@ -169,7 +172,7 @@ def _get(record: object, *keys: str) -> object:
 
 
 def _planned(run: RunLog) -> float | None:
-    each = run.header.get("tokens_per_step")
+    each = run.header.get(f"{run.measure.unit}_per_step")
     return each * run.steps if isinstance(each, (int, float)) else None
 
 
@@ -182,8 +185,9 @@ def _dates(runs: Sequence[RunLog]) -> str:
 
 def _data(run: RunLog, part: str) -> str:
     source, sha = _get(run.header, "data", part, "source"), _get(run.header, "data", part, "sha256")
-    count = _get(run.header, "data", part, "tokens")
-    known = f"{units.tokens(count)} tokens" if isinstance(count, (int, float)) else ""
+    unit = run.measure.unit
+    count = _get(run.header, "data", part, unit)
+    known = f"{units.tokens(count)} {unit}" if isinstance(count, (int, float)) else ""
     said = [str(source or ""), known, f"sha256 {sha}" if sha else ""]
     return ", ".join(text for text in said if text)
 

@@ -23,7 +23,9 @@ const capital = (name) => name.charAt(0).toUpperCase() + name.slice(1).replace(/
 
 function metrics() {
   const found = new Map();
-  for (const [key, label] of [['valid.loss', 'Validation loss'], ['train.loss', 'Training loss']]) {
+  const usual = [['valid.loss', 'Validation loss'], ['train.loss', 'Training loss']];
+  if (DATA.unit === 'images') usual.unshift(['valid.accuracy', 'Accuracy']);
+  for (const [key, label] of usual) {
     if (hasMetric(key)) found.set(key, label);
   }
   for (const entry of DATA.entries) {
@@ -115,7 +117,7 @@ function setUpMain() {
   const controls = byId('controls');
   if (METRICS.size > 1) controls.append(segmented('metric', 'Show', [...METRICS]));
   controls.append(
-    segmented('x', 'Over', [['tokens', 'Tokens'], ['step', 'Steps'], ['seconds', 'Wall-clock']]),
+    segmented('x', 'Over', [[DATA.progress, AXES[DATA.progress].label], ['step', 'Steps'], ['seconds', 'Wall-clock']]),
     segmented('xlog', 'x axis', [['', 'Linear'], ['1', 'Log']]),
     segmented('ylog', 'y axis', [['', 'Linear'], ['1', 'Log']]),
     segmented('range', 'Range', [['detail', 'Detail'], ['all', 'All']], 'Detail leaves out the fall of the first tenth'));
@@ -124,7 +126,7 @@ function setUpMain() {
   controls.append(slider());
   controls.addEventListener('click', () => marks.forEach((mark) => mark()));
   main = new Chart(byId('main'), {
-    title: 'Loss curves', ends: true, build: buildMain,
+    title: 'Curves', ends: true, build: buildMain,
     height: (w) => Math.round(Math.max(300, Math.min(480, w * 0.5))),
     zoomed: (zoom) => {
       const parts = zoom ? [...zoom.x, ...(zoom.y || [])] : [];
@@ -207,7 +209,7 @@ function buildRates() {
   return {
     series,
     x: { label: 'Peak learning rate', kind: 'rate', text: (v) => `lr ${rate(v)}`, log: true, pad: 0.06 },
-    y: { label: 'Final validation loss', kind: 'number', text: lossText, log: false,
+    y: { label: `Final ${DATA.score}`, ...(DATA.unit === 'images' ? { kind: 'percent', text: percent } : { kind: 'number', text: lossText }), log: false,
       domain: finite.length ? pad([low, cap], 0.06, false) : null },
   };
 }
@@ -257,7 +259,7 @@ function setUpDiagnostics() {
 
 function setUpCost() {
   const shown = [
-    tile('t-speed', 'Tokens per second', 'train.tokens_per_second', { kind: 'tokens', text: large, floor: 0 }, { smooth: 2 }),
+    tile('t-speed', `${capital(DATA.unit)} per second`, `train.${DATA.unit}_per_second`, { kind: 'tokens', text: large, floor: 0 }, { smooth: 2 }),
     tile('t-norm', 'Gradient norm before clipping', 'train.grad_norm', { floor: 0 }, { smooth: 2, raw: true }),
     tile('t-lr', 'Learning rate', 'train.lr', { kind: 'rate', text: rate, floor: 0 }),
     tile('t-mfu', 'Model FLOPs utilisation', 'train.mfu', { kind: 'percent', text: percent, floor: 0 }),

@@ -20,9 +20,10 @@ from mars.lab.report.summary import Entry, Summary
 LIMIT = 1500  # points in a series
 TOTAL = 30_000  # points in all training curves together, before each is thinned further
 FEWEST = 300
-TRAIN = ("loss", "grad_norm", "tokens_per_second", "lr", "mfu")
-EXTREMES = ("loss", "grad_norm", "tokens_per_second")
-AXES = ("step", "tokens", "seconds")
+SPEEDS = ("tokens_per_second", "images_per_second")
+TRAIN = ("loss", "grad_norm", *SPEEDS, "lr", "mfu")
+EXTREMES = ("loss", "grad_norm", *SPEEDS)
+AXES = ("step", "tokens", "epoch", "seconds")
 READINGS = ("clipped", "c_norm", "cosine", "update_rms", "variance_ratio", "independent")
 
 
@@ -33,6 +34,9 @@ def payload(summary: Summary) -> dict[str, Any]:
     limit = max(FEWEST, min(LIMIT, TOTAL // max(1, count)))
     return {
         "baseline": summary.baseline.label if summary.baseline else None,
+        "unit": summary.measure.unit,
+        "progress": summary.measure.progress,
+        "score": summary.measure.score,
         "entries": [
             _entry(entry, look, limit) for entry, look in zip(summary.entries, looks, strict=True)
         ],
@@ -75,7 +79,7 @@ def _run(run: RunLog, limit: int) -> dict[str, Any]:
     train = _columns(run.train, (*AXES, *TRAIN), at)
     if len(at) < len(run.train["step"]):
         train["smooth"] = _numbers(thin.local_mean(run.train["loss"], at), 6)
-    metrics = [name for name in run.valid if name not in AXES]
+    metrics = [name for name in run.valid if name not in (*AXES, "images")]
     few = thin.keep(run.valid, tuple(metrics), limit)
     return {
         "lr": run.lr,
@@ -95,6 +99,8 @@ def _columns(series: Series, names: Iterable[str], at: NDArray[np.intp]) -> dict
         for name, column in found.items()
         if name in AXES or np.isfinite(column).any()
     }
+    if "tokens" not in found:
+        return columns
     each = found["tokens"][-1] / found["step"][-1] if len(at) and found["step"][-1] else 0.0
     if each and np.array_equal(found["tokens"], found["step"] * each):
         columns["tokens"] = _number(each, 12)  # a step: the page multiplies

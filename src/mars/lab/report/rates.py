@@ -19,7 +19,7 @@ class RatePoint:
     """One learning rate."""
 
     lr: float
-    losses: dict[int, float]  # by seed, of the runs that got to their end
+    losses: dict[int, float]  # or errors, by seed, of the runs that got to their end
     dead: int = 0  # diverged or failed
     pending: int = 0  # not finished
 
@@ -54,7 +54,7 @@ def from_runs(label: str, runs: Sequence[RunLog]) -> Sensitivity:
         by_rate[run.lr].append(run)
     points = []
     for lr, members in sorted(by_rate.items()):
-        losses = {run.seed: run.final for run in members if run.final is not None}
+        losses = {run.seed: run.score for run in members if run.score is not None}
         dead = sum(run.status in ("failed", "diverged") for run in members)
         points.append(RatePoint(lr, losses, dead, len(members) - len(losses) - dead))
     return Sensitivity(label, runs[0].optimizer, tuple(points), best_rate(points))
@@ -103,7 +103,7 @@ def from_grid(rates: Mapping[str, Any]) -> list[Sensitivity]:
         try:
             points = [
                 _grid_point(float(lr), losses)
-                for lr, losses in sorted(entry["losses"].items(), key=lambda pair: float(pair[0]))
+                for lr, losses in sorted(_scores(entry).items(), key=lambda pair: float(pair[0]))
             ]
             best = entry.get("best")
             best = best_rate(points) if best is None else float(best)
@@ -114,6 +114,12 @@ def from_grid(rates: Mapping[str, Any]) -> list[Sensitivity]:
             ) from error
         curves.append(Sensitivity(label, str(name), tuple(points), best, source))
     return curves
+
+
+def _scores(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Final losses by rate, or of images the shares of errors."""
+    found: Mapping[str, Any] = entry["errors"] if "errors" in entry else entry["losses"]
+    return found
 
 
 def _grid_point(lr: float, losses: Sequence[float | None]) -> RatePoint:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mars.lab.report import units
 from mars.lab.report.markup import Child, Markup, join, tag
 from mars.lab.report.palette import colours
+from mars.lab.report.statistics import Spread
 from mars.lab.report.summary import Entry, Summary
 
 BAR = 150  # width of the picture of a difference
@@ -18,10 +19,9 @@ def looks(summary: Summary) -> list[str]:
 
 
 def result_table(summary: Summary) -> Markup:
-    """One row an optimizer, the lowest loss first."""
-    base = summary.baseline.label if summary.baseline else None
+    """One row an optimizer, the best first."""
     columns = _columns(summary)
-    head = [tag("th", *_title(title, base), scope="col", class_=kind) for title, kind in columns]
+    head = [tag("th", *_title(title, summary), scope="col", class_=kind) for title, kind in columns]
     scale = _scale(summary.entries)
     body = [
         _row(entry, colour, columns, scale, entry is summary.baseline)
@@ -35,20 +35,29 @@ TITLES = {
     "optimizer": ("Optimizer",),
     "lr": ("Learning rate",),
     "seeds": ("Seeds",),
+    "accuracy": ("Accuracy", "mean ± sd, range"),
+    "best": ("Best accuracy", "on the way"),
     "loss": ("Validation loss", "mean ± sd, range"),
     "difference": ("To {base}", "95% interval"),
     "picture": ("", ""),
-    "tokens": ("Tokens", "to {base}’s loss"),  # noqa: RUF001
-    "seconds": ("Time", "to {base}’s loss"),  # noqa: RUF001
+    "progress": ("{progress}", "to {base}’s {measure}"),  # noqa: RUF001
+    "seconds": ("Time", "to {base}’s {measure}"),  # noqa: RUF001
     "step": ("Step", "optimizer"),
-    "speed": ("Tokens/s",),
+    "speed": ("{unit}/s",),
     "memory": ("Memory", "peak"),
     "state": ("State",),
 }
 
 
-def _title(name: str, base: str | None) -> list[Child]:
-    first, *rest = (text.format(base=base or "baseline") for text in TITLES[name])
+def _title(name: str, summary: Summary) -> list[Child]:
+    m = summary.measure
+    words = {
+        "base": summary.baseline.label if summary.baseline else "baseline",
+        "progress": m.progress_words.capitalize(),
+        "measure": m.name.split()[-1],
+        "unit": m.unit.capitalize(),
+    }
+    first, *rest = (text.format(**words) for text in TITLES[name])
     return [first, *(tag("small", text) for text in rest if text)]
 
 
@@ -58,10 +67,12 @@ def _columns(summary: Summary) -> list[tuple[str, str]]:
     shown = {
         "difference": any(e.difference for e in entries),
         "picture": any(e.difference for e in entries),
-        "tokens": any(e.difference and e.tokens_ratio for e in entries),
+        "accuracy": any(e.accuracy for e in entries),
+        "best": any(e.best_accuracy for e in entries),
+        "progress": any(e.difference and e.progress_ratio for e in entries),
         "seconds": any(e.difference and e.seconds_ratio for e in entries),
         "step": any(e.step_seconds for e in entries),
-        "speed": any(e.tokens_per_second for e in entries),
+        "speed": any(e.speed for e in entries),
         "memory": any(e.memory for e in entries),
         "state": any(e.state for e in entries),
     }
@@ -83,7 +94,7 @@ def _row(
     kind = "base" if is_base else None
     if entry.incomparable is not None:
         said = tag("strong", f"not comparable: {entry.incomparable}")
-        last = "–" if entry.loss is None else units.loss(entry.loss.mean)
+        last = "–" if entry.score is None else entry.measure.value(entry.score.mean)
         cells += [tag("td", units.rate(entry.lr), class_="number"),
                   tag("td", str(len(entry.runs)), class_="number"),
                   tag("td", last, class_="number"),
@@ -101,18 +112,20 @@ def _cell(
         return _rate(entry)
     if name == "loss":
         return _loss(entry)
+    if name in ("accuracy", "best"):
+        return _accuracy(entry.accuracy if name == "accuracy" else entry.best_accuracy)
     if name == "difference":
         return _difference(entry, is_base)
     if name == "picture":
         return _picture(entry, colour, scale, is_base)
-    if name in ("tokens", "seconds"):
+    if name in ("progress", "seconds"):
         return _reach(entry, name, is_base)
     return join(_plain(name, entry))
 
 
 def _plain(name: str, entry: Entry) -> list[Child]:
     if name == "seeds":
-        finished = entry.loss.n if entry.loss else 0
+        finished = entry.score.n if entry.score else 0
         whole = len(entry.runs)
         return [str(whole) if finished == whole else f"{finished} of {whole}"]
     if name == "step":
@@ -120,7 +133,7 @@ def _plain(name: str, entry: Entry) -> list[Child]:
         return [units.seconds(entry.step_seconds),
                 None if share is None else tag("small", units.share(share))]  # fmt: skip
     if name == "speed":
-        return [units.tokens(entry.tokens_per_second)]
+        return [units.tokens(entry.speed)]
     return [units.size(entry.memory if name == "memory" else entry.state)]
 
 
@@ -137,32 +150,44 @@ def _loss(entry: Entry) -> Markup:
         seen = [run.last for run in entry.runs if run.last is not None]
         so_far = f"{units.loss(min(seen))} so far" if seen else None
         return join(["–", tag("small", so_far) if so_far else None])
+    bold = "b" if entry.accuracy is None else "span"  # what it is judged by
     if loss.sd is None:
-        return join([tag("b", units.loss(loss.mean))])
+        return join([tag(bold, units.loss(loss.mean))])
     span = f"{units.loss(loss.low)}–{units.loss(loss.high)}"
-    return join([tag("b", units.loss(loss.mean)), f" ± {units.loss(loss.sd)}", tag("small", span)])
+    return join([tag(bold, units.loss(loss.mean)), f" ± {units.loss(loss.sd)}", tag("small", span)])
+
+
+def _accuracy(found: Spread | None) -> Markup:
+    if found is None:
+        return join(["–"])
+    if found.sd is None:
+        return join([tag("b", units.accuracy(found.mean))])
+    span = f"{100 * found.low:.2f}–{100 * found.high:.2f}"
+    spread = f" ± {100 * found.sd:.2f}"
+    return join([tag("b", units.accuracy(found.mean)), spread, tag("small", span)])
 
 
 def _difference(entry: Entry, is_base: bool) -> Markup:
-    d = entry.difference
-    if d is None:
+    if entry.difference is None:
         return join(["" if is_base else "–"])
+    m = entry.measure
+    d = m.shown(entry.difference)
     if d.low is None:
-        return join([units.signed(d.mean), tag("small", "one seed")])
-    said = f"{units.signed(d.low)} to {units.signed(d.high)}"
+        return join([m.signed(d.mean), tag("small", "one seed")])
+    said = f"{m.signed(d.low)} to {m.signed(d.high)}"
     resolved = None if d.resolved else tag("small", "not resolved", class_="warn")
-    return join([units.signed(d.mean), tag("small", said), resolved])
+    return join([m.signed(d.mean), tag("small", said), resolved])
 
 
 def _reach(entry: Entry, name: str, is_base: bool) -> Markup:
-    ratio = entry.tokens_ratio if name == "tokens" else entry.seconds_ratio
+    ratio = entry.progress_ratio if name == "progress" else entry.seconds_ratio
     if ratio is None:
-        return join(["–" if entry.loss is None else tag("span", "not reached", class_="quiet")])
+        return join(["–" if entry.score is None else tag("span", "not reached", class_="quiet")])
     if is_base:
         return join(["100%"])
     at = (
-        units.tokens(entry.tokens_to_baseline)
-        if name == "tokens"
+        entry.measure.far(entry.progress_to_baseline)
+        if name == "progress"
         else units.seconds(entry.seconds_to_baseline)
     )
     return join([f"{ratio:.0%}", tag("small", at)])
@@ -170,7 +195,7 @@ def _reach(entry: Entry, name: str, is_base: bool) -> Markup:
 
 def _scale(entries: Sequence[Entry]) -> tuple[float, float]:
     """The range of the pictures: all means and zero, and intervals as far as they are sane."""
-    found = [e.difference for e in entries if e.difference is not None]
+    found = [e.measure.shown(e.difference) for e in entries if e.difference is not None]
     means = [0.0, *(d.mean for d in found)]
     room = max(abs(v) for v in means) or 1.0
     ends = [v for d in found for v in (d.low, d.high) if v is not None]
@@ -189,7 +214,7 @@ def _picture(entry: Entry, colour: str, scale: tuple[float, float], is_base: boo
 
     zero = tag("line", x1=at(0), x2=at(0), y1=0, y2=28, stroke="var(--quiet)", stroke_opacity=0.45)
     parts: list[Child] = [zero]
-    d = entry.difference
+    d = None if entry.difference is None else entry.measure.shown(entry.difference)
     if d is not None:
         if d.low is not None and d.high is not None:
             parts.append(tag("line", x1=at(d.low), x2=at(d.high), y1=14, y2=14, stroke=colour,

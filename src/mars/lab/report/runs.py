@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mars.lab.errors import LabError
+from mars.lab.report.measure import Measure, of
 
 Record = dict[str, Any]
 Series = dict[str, NDArray[np.float64]]  # columns of equal length; null is NaN
 
 LOG = "log.jsonl"
 FORMAT = 1
-ALWAYS = ("step", "tokens", "seconds", "loss")  # columns that every series has
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,15 +68,26 @@ class RunLog:
         return int(max(_last(self.train, "step"), _last(self.valid, "step"), _step(self.end)))
 
     @property
-    def tokens(self) -> float:
+    def measure(self) -> Measure:
+        return of(self.header.get("unit"))
+
+    @property
+    def amount(self) -> float:
+        """Tokens or images that it was trained on."""
+        return self._furthest(self.measure.unit)
+
+    @property
+    def progress(self) -> float:
+        """How far it got: tokens, or epochs."""
+        return self._furthest(self.measure.progress)
+
+    def _furthest(self, name: str) -> float:
         ends = (self.train, self.valid)
-        return max(*(_last(series, "tokens") for series in ends), _number(self.end, "tokens", 0.0))
+        return max(*(_last(series, name) for series in ends), _number(self.end, name, 0.0))
 
     @property
     def seconds(self) -> float:
-        ends = (self.train, self.valid)
-        last = (_last(series, "seconds") for series in ends)
-        return max(*last, _number(self.end, "seconds", 0.0))
+        return self._furthest("seconds")
 
     @property
     def status(self) -> str:
@@ -92,6 +103,34 @@ class RunLog:
     def final(self) -> float | None:
         """The validation loss at the end of a training that got there."""
         return self._loss_at_end() if self.status == "done" else None
+
+    @property
+    def accuracy(self) -> float | None:
+        """The accuracy at the end of a training on images that got there."""
+        if self.final is None or self.measure.unit != "images":
+            return None
+        last = _number(self.end, "accuracy", _last(self.valid, "accuracy", math.nan))
+        return last if math.isfinite(last) else None
+
+    @property
+    def best_accuracy(self) -> float | None:
+        """The highest that was measured on the way."""
+        seen = self.valid.get("accuracy", np.array([]))
+        seen = seen[np.isfinite(seen)]
+        return float(seen.max()) if len(seen) and self.accuracy is not None else None
+
+    @property
+    def score(self) -> float | None:
+        """What it is judged by, the lower the better: the share of wrong images, or the loss."""
+        return self.final if self.accuracy is None else 1.0 - self.accuracy
+
+    @property
+    def grain(self) -> float:
+        """What scores are multiples of: one image, or nothing."""
+        data = self.header.get("data")
+        valid = data.get("valid") if isinstance(data, dict) else None
+        count = _number(valid if isinstance(valid, dict) else None, "images", math.inf)
+        return 1.0 / count if count > 0 else 0.0
 
     @property
     def last(self) -> float | None:
@@ -143,11 +182,13 @@ def read(path: Path) -> RunLog:
             else:
                 _forget({kind: kinds[kind]}, _step(record) - 1)
             kinds[kind].append(record)
+    measure = of(header.get("unit"))
+    columns = ("step", measure.unit, measure.progress, "seconds", "loss")  # in every series
     return RunLog(
         path=path.parent,
         header=header,
-        train=_series(kinds["train"]),
-        valid=_series(kinds["valid"]),
+        train=_series(kinds["train"], columns),
+        valid=_series(kinds["valid"], columns),
         diagnostics=kinds["diagnostics"],
         events=kinds["event"],
         end=end,
@@ -226,8 +267,8 @@ def _forget(kinds: dict[str, list[Record]], step: float) -> None:
                 records.pop()
 
 
-def _series(records: Sequence[Record]) -> Series:
-    names = dict.fromkeys(ALWAYS)
+def _series(records: Sequence[Record], always: Iterable[str]) -> Series:
+    names = dict.fromkeys(always)
     for record in records:
         names |= dict.fromkeys(k for k, v in record.items() if _is_number(v) and k != "kind")
     return {

@@ -51,8 +51,13 @@ def spread(values: Sequence[float]) -> Spread | None:
     return Spread(n, mean, sd, min(values), max(values))
 
 
-def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:
+def paired(
+    ours: Mapping[int, float], theirs: Mapping[int, float], grain: float = 0.0
+) -> Difference | None:
     """ours − theirs on the seeds that both have.
+
+    ``grain`` is what values are multiples of, as accuracies are of one image: that pairs agree to
+    the last digit then says little of noise, so no spread counts for less.
 
     >>> paired({0: 1.0, 1: 2.0, 5: 9.0}, {0: 1.5, 1: 2.5})
     Difference(n=2, mean=-0.5, low=-0.5, high=-0.5)
@@ -62,7 +67,7 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference
         return None
     if both.sd is None:
         return Difference(1, both.mean, None, None)
-    half = t_quantile(both.n - 1) * both.sd / math.sqrt(both.n)
+    half = t_quantile(both.n - 1) * max(both.sd, grain) / math.sqrt(both.n)
     return Difference(both.n, both.mean, both.mean - half, both.mean + half)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from mars.lab.errors import LabError
 from mars.lab.report import compare, statistics
+from mars.lab.report.measure import Measure
 from mars.lab.report.rates import Sensitivity, from_grid, from_runs
 from mars.lab.report.runs import RunLog, Series
 from mars.lab.report.statistics import Difference, Spread
@@ -33,32 +34,39 @@ class Entry:
     runs: tuple[RunLog, ...]  # at lr, one a seed
     others: tuple[RunLog, ...]  # at other rates
     sensitivity: Sensitivity
-    loss: Spread | None  # final validation loss over the seeds that finished
+    score: Spread | None  # what it is judged by, over the seeds that finished; lower is better
+    loss: Spread | None  # final validation loss
+    accuracy: Spread | None  # final, of images
+    best_accuracy: Spread | None  # the highest on the way
     incomparable: str | None = None  # why it must not be compared with the rest
     difference: Difference | None = None  # to the baseline, on equal seeds
-    tokens_to_baseline: float | None = None  # until the baseline's final loss
-    tokens_ratio: float | None = None  # of that to the baseline's own
+    progress_to_baseline: float | None = None  # tokens or epochs until the baseline's final score
+    progress_ratio: float | None = None  # of that to the baseline's own
     seconds_to_baseline: float | None = None
     seconds_ratio: float | None = None
     step_seconds: float | None = None
     optimizer_share: float | None = None  # of a step's time
-    tokens_per_second: float | None = None
+    speed: float | None = None  # tokens or images in a second
     memory: float | None = None  # peak bytes
     state: float | None = None  # bytes of optimizer state
 
     @property
-    def finals(self) -> dict[int, float]:
-        """Final loss by seed."""
-        return {run.seed: run.final for run in self.runs if run.final is not None}
+    def measure(self) -> Measure:
+        return self.runs[0].measure
+
+    @property
+    def scores(self) -> dict[int, float]:
+        """Final score by seed."""
+        return {run.seed: run.score for run in self.runs if run.score is not None}
 
     @property
     def ranked(self) -> bool:
-        return self.loss is not None and self.incomparable is None
+        return self.score is not None and self.incomparable is None
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Entries by final loss, the lowest first; those without one, or not comparable, last."""
+    """Entries by final score, the best first; those without one, or not comparable, last."""
 
     entries: tuple[Entry, ...]
     baseline: Entry | None
@@ -66,6 +74,10 @@ class Summary:
     warnings: tuple[str, ...] = ()
     rates: tuple[Sensitivity, ...] = ()  # from a committed grid
     runs: tuple[RunLog, ...] = field(default=(), repr=False)
+
+    @property
+    def measure(self) -> Measure:
+        return (self.baseline or self.entries[0]).measure
 
     @property
     def ranked(self) -> tuple[Entry, ...]:
@@ -104,7 +116,7 @@ def summarise(
         warnings += said
     base = _baseline(entries, baseline)
     entries = [_against(entry, base) for entry in entries]
-    entries.sort(key=lambda e: (not e.ranked, e.loss.mean if e.loss else math.inf, e.label))
+    entries.sort(key=lambda e: (not e.ranked, e.score.mean if e.score else math.inf, e.label))
     found = next((e for e in entries if base is not None and e.runs == base.runs), None)
     warnings += _general(entries, found, baseline)
     return Summary(tuple(entries), found, baseline, tuple(warnings), runs=tuple(runs)).with_rates(
@@ -130,7 +142,10 @@ def _entry(label: str, members: Sequence[RunLog], why: str | None) -> tuple[Entr
         runs=tuple(at),
         others=tuple(run for run in kept if run.lr != lr),
         sensitivity=curve,
-        loss=statistics.spread([run.final for run in at if run.final is not None]),
+        score=_over(at, lambda run: run.score),
+        loss=_over(at, lambda run: run.final),
+        accuracy=_over(at, lambda run: run.accuracy),
+        best_accuracy=_over(at, lambda run: run.best_accuracy),
         incomparable=why,
         **_cost([run for run in at if run.final is not None] or at),
     )
@@ -141,6 +156,11 @@ def _entry(label: str, members: Sequence[RunLog], why: str | None) -> tuple[Entr
             lines = _count(run.ignored, "line")
             warnings.append(f"{label}, seed {run.seed}: {lines} of its log could not be read")
     return entry, warnings
+
+
+def _over(runs: Sequence[RunLog], get: Callable[[RunLog], float | None]) -> Spread | None:
+    """A number of runs over the seeds that have it."""
+    return statistics.spread([value for value in map(get, runs) if value is not None])
 
 
 def describe(run: RunLog) -> str:
@@ -175,42 +195,44 @@ def _baseline(entries: Sequence[Entry], asked: str) -> Entry | None:
     """The baseline; of several with that name the strongest."""
     found = [e for e in entries if e.incomparable is None]
     found = [e for e in found if compare.is_baseline(e.runs[0], asked) or e.label == asked]
-    return min(found, key=lambda e: e.loss.mean if e.loss else math.inf, default=None)
+    return min(found, key=lambda e: e.score.mean if e.score else math.inf, default=None)
 
 
 def _against(entry: Entry, base: Entry | None) -> Entry:
     """The entry compared with the baseline."""
-    if base is None or base.loss is None or not entry.ranked:
+    if base is None or base.score is None or not entry.ranked:
         return entry
     found: dict[str, Any] = {}
     own, theirs = mean_curve(entry.runs), mean_curve(base.runs)
-    for name in ("tokens", "seconds"):
-        reached = statistics.first_reach(own[name], own["loss"], base.loss.mean)
-        unit = statistics.first_reach(theirs[name], theirs["loss"], base.loss.mean)
+    for name in ("progress", "seconds"):
+        reached = statistics.first_reach(own[name], own["score"], base.score.mean)
+        unit = statistics.first_reach(theirs[name], theirs["score"], base.score.mean)
         found[f"{name}_to_baseline"] = reached
         found[f"{name}_ratio"] = reached / unit if reached is not None and unit else None
+    grain = entry.runs[0].grain
     if entry is not base:
-        found["difference"] = statistics.paired(entry.finals, base.finals)
+        found["difference"] = statistics.paired(entry.scores, base.scores, grain)
     return dataclasses.replace(entry, **found)
 
 
 def mean_curve(runs: Sequence[RunLog]) -> Series:
     """The mean validation curve of the finished runs, at the steps that all of them have."""
-    curves = [_with_final(run) for run in runs if run.final is not None]
+    curves = [_with_final(run) for run in runs if run.score is not None]
     steps = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
-    names = ("tokens", "seconds", "loss")
+    names = ("progress", "seconds", "score")
     rows = [np.mean([curve[step] for curve in curves], axis=0) for step in steps]
     table = np.array(rows).reshape(-1, len(names))
     return {"step": np.array(steps), **{name: table[:, i] for i, name in enumerate(names)}}
 
 
 def _with_final(run: RunLog) -> dict[float, tuple[float, float, float]]:
-    """(tokens, seconds, loss) by step; the final loss closes the curve."""
+    """(tokens or epochs, seconds, score) by step; the final score closes the curve."""
     v = run.valid
-    columns = zip(v["step"], v["tokens"], v["seconds"], v["loss"], strict=True)
+    scores = v["loss"] if run.accuracy is None else 1.0 - v["accuracy"]
+    columns = zip(v["step"], v[run.measure.progress], v["seconds"], scores, strict=True)
     curve = {float(step): (float(t), float(s), float(y)) for step, t, s, y in columns}
-    if run.final is not None:
-        curve[float(run.step)] = (run.tokens, run.seconds, run.final)
+    if run.score is not None:
+        curve[float(run.step)] = (run.progress, run.seconds, run.score)
     return curve
 
 
@@ -227,7 +249,7 @@ def _cost(runs: Sequence[RunLog]) -> dict[str, Any]:
     return {
         "step_seconds": step,
         "optimizer_share": own / step if own is not None and step else None,
-        "tokens_per_second": over(lambda run: typical(run.train, "tokens_per_second")),
+        "speed": over(lambda run: typical(run.train, f"{run.measure.unit}_per_second")),
         "memory": max(peaks, default=None),
         "state": over(_state),
     }
@@ -267,7 +289,7 @@ def _general(entries: Sequence[Entry], base: Entry | None, asked: str) -> list[s
     warnings = []
     if base is None and len(entries) > 1:
         warnings.append(f"no run of the baseline, {asked}: differences are not shown")
-    elif base is not None and base.loss is None:
+    elif base is not None and base.score is None:
         warnings.append(f"the baseline, {base.label}, has no finished run to compare with")
     machines = {str(run.header.get("hardware")) for e in entries for run in e.runs}
     if len(machines) > 1:

@@ -60,14 +60,22 @@ def loss(value: float | None) -> str:
     return "–" if value is None else f"{value:.{DECIMALS}f}"
 
 
-def signed(value: float | None) -> str:
+def accuracy(value: float | None) -> str:
     """
-    >>> signed(0.01), signed(-0.25), signed(0)
-    ('+0.0100', '−0.2500', '0.0000')
+    >>> accuracy(0.95287), accuracy(None)
+    ('95.29%', '–')
+    """
+    return "–" if value is None else f"{100 * value:.2f}%"
+
+
+def signed(value: float | None, decimals: int = DECIMALS) -> str:
+    """
+    >>> signed(0.01), signed(-0.25), signed(0), signed(1.5, 2)
+    ('+0.0100', '−0.2500', '0.0000', '+1.50')
     """
     if value is None:
         return "–"
-    text = f"{abs(value):.{DECIMALS}f}"
+    text = f"{abs(value):.{decimals}f}"
     if float(text) == 0:
         return text
     return ("+" if value > 0 else MINUS) + text

@@ -6,10 +6,21 @@ import textwrap
 from collections.abc import Sequence
 
 from mars.lab.report import statistics, units
-from mars.lab.report.statistics import Difference
+from mars.lab.report.measure import percent
+from mars.lab.report.statistics import Difference, Spread
 from mars.lab.report.summary import Entry, Summary
 
 WIDTH = 100
+TEXT = ("optimizer", "lr", "seeds", "final loss", "{}", "tokens", "step", "opt")
+IMAGES = ("optimizer", "lr", "n", "accuracy", "best", "loss", "{}", "epochs", "images/s")
+LEGENDS = {
+    "tokens": "final loss: mean ± standard deviation over seeds. to …: paired difference, 95% "
+    "interval. tokens: to reach the baseline's final loss, as a part of its own. opt: the "
+    "optimizer's share of a step.",
+    "images": "accuracy: at the end, in %, mean ± standard deviation over n seeds; best: the "
+    "highest on the way. to …: paired difference in points, 95% interval. epochs: to reach the "
+    "baseline's final accuracy, as a part of its own.",
+}
 
 
 def headline(summary: Summary) -> str:
@@ -21,7 +32,7 @@ def headline(summary: Summary) -> str:
 
 def _unranked(summary: Summary) -> str:
     """Who is missing from the ranking, and why."""
-    missing = [e for e in summary.entries if e.loss is None and e.incomparable is None]
+    missing = [e for e in summary.entries if e.score is None and e.incomparable is None]
     if not missing:
         return ""
     said = [f"{entry.label} ({entry.runs[0].status})" for entry in missing[:4]]
@@ -31,23 +42,24 @@ def _unranked(summary: Summary) -> str:
 
 def _ranking(summary: Summary) -> str:
     ranked = summary.ranked
-    best = ranked[0]
-    assert best.loss is not None
-    value = units.loss(best.loss.mean)
+    best, m = ranked[0], summary.measure
+    assert best.score is not None
+    value, n = m.value(best.score.mean), best.score.n
+    article = "an" if m.name[0] in "aeiou" else "a"
     if len(ranked) == 1:
-        return f"{best.label} ends at a validation loss of {value} ({seeds(best.loss.n)})."
-    parts = [f"{best.label} is lowest, at a validation loss of {value}"]
+        return f"{best.label} ends at {article} {m.name} of {value} ({seeds(n)})."
+    parts = [f"{best.label} is {m.best}, at {article} {m.name} of {value}"]
     base = summary.baseline
-    if base is None or base.loss is None:
-        parts[0] += f" ({seeds(best.loss.n)})."
+    if base is None or base.score is None:
+        parts[0] += f" ({seeds(n)})."
     elif best is base:
-        parts[0] += f": no other optimizer beats the baseline ({seeds(best.loss.n)})."
+        parts[0] += f": no other optimizer beats the baseline ({seeds(n)})."
     else:
         parts[0] += f", {_against(best, base)}."
-        if best.tokens_ratio is not None and best.difference and best.difference.resolved:
-            parts.append(
-                f"It reaches {base.label}'s final loss with {best.tokens_ratio:.0%} of the tokens."
-            )
+        if best.progress_ratio is not None and best.difference and best.difference.resolved:
+            what = f"{base.label}'s final {m.name.split()[-1]}"
+            share = f"{best.progress_ratio:.0%} of the {m.progress_words}"
+            parts.append(f"It reaches {what} with {share}.")
     second = next((e for e in ranked[1:] if e is not base or best is base), None)
     if second is not None:
         parts.append(_runner_up(best, second))
@@ -61,7 +73,7 @@ def seeds(n: int) -> str:
 def _nothing_yet(summary: Summary) -> str:
     states = [run.status for run in summary.runs]
     said = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states) if s != "done")
-    if all(e.incomparable is not None or e.loss is None for e in summary.entries) and not said:
+    if all(e.incomparable is not None or e.score is None for e in summary.entries) and not said:
         return "The runs finished without a validation loss: there is nothing to rank."
     return f"No comparable run has finished yet ({said or 'no validation loss'})."
 
@@ -70,70 +82,90 @@ def _against(best: Entry, base: Entry) -> str:
     d = best.difference
     if d is None:
         return f"but has no seed in common with {base.label}, so the two are not compared"
-    gap = f"{abs(d.mean):.{units.DECIMALS}f} below {base.label}"
+    gap = f"{best.measure.gap(d)} {best.measure.beyond} {base.label}"
     if d.resolved is None:
         return f"{gap}, with one seed: whether that is more than noise is not known"
     if not d.resolved:
-        return f"{gap}, a difference that is not resolved with {seeds(d.n)} ({interval(d)})"
-    return f"{gap} ({interval(d)}, {seeds(d.n)})"
+        return f"{gap}, a difference that is not resolved with {seeds(d.n)} ({_interval(best, d)})"
+    return f"{gap} ({_interval(best, d)}, {seeds(d.n)})"
 
 
 def _runner_up(best: Entry, second: Entry) -> str:
-    d = statistics.paired(best.finals, second.finals)
+    d = statistics.paired(best.scores, second.scores, best.runs[0].grain)
     if d is None:
         return ""
-    gap = f"Its lead over {second.label}, {abs(d.mean):.{units.DECIMALS}f}, is"
+    gap = f"Its lead over {second.label}, {best.measure.gap(d)}, is"
     if d.mean >= 0:
         return f"On equal seeds it does not lead {second.label}."
     if d.resolved is None:
         return f"{gap} from one seed."
     if not d.resolved:
         return f"{gap} not resolved with {seeds(d.n)}."
-    return f"{gap} resolved ({interval(d)})."
+    return f"{gap} resolved ({_interval(best, d)})."
 
 
-def interval(d: Difference) -> str:
-    return f"95% CI {units.signed(d.low)} to {units.signed(d.high)}"
+def _interval(entry: Entry, d: Difference) -> str:
+    m = entry.measure
+    shown = m.shown(d)
+    return f"95% CI {m.signed(shown.low)} to {m.signed(shown.high)}"
 
 
 def table(summary: Summary) -> str:
     """Plain text of at most 100 columns: the rows, then what to be warned of."""
     base = summary.baseline.label if summary.baseline else summary.asked
-    head = ("optimizer", "lr", "seeds", "final loss", f"to {base}"[:24], "tokens", "step", "opt")
-    rows = [head, *(_row(entry) for entry in summary.entries)]
+    columns = IMAGES if summary.measure.unit == "images" else TEXT
+    head = tuple(title.format(f"to {base}"[:24]) for title in columns)
+    rows = [head, *(_row(entry, columns) for entry in summary.entries)]
     others = sum(max(len(row[i]) for row in rows) + 2 for i in range(1, len(head)))
     room = max(12, WIDTH - others)
     rows = [(_cut(row[0], room), *row[1:]) for row in rows]
     text = _align(rows)
     lines = [headline(summary), "", text, ""]
     lines += [f"! {warning}" for warning in summary.warnings]
-    lines.append(
-        "final loss: mean ± standard deviation over seeds. to …: paired difference, 95% interval. "
-        "tokens: to reach the baseline's final loss, as a part of its own. opt: the optimizer's "
-        "share of a step."
-    )
+    lines.append(LEGENDS[summary.measure.unit])
     return "\n".join(piece for line in lines for piece in _wrap(line))
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
-    loss, d = entry.loss, entry.difference
-    spread = "" if loss is None or loss.sd is None else f" ± {units.loss(loss.sd)}"
-    mark = "!" if entry.sensitivity.bracketed is False else ""
-    finished = 0 if loss is None else loss.n
-    n = f"{finished}" if finished == len(entry.runs) else f"{finished}/{len(entry.runs)}"
-    versus = "–"
+def _row(entry: Entry, columns: Sequence[str]) -> tuple[str, ...]:
+    finished = 0 if entry.score is None else entry.score.n
+    cells = {
+        "optimizer": entry.label,
+        "lr": ("!" if entry.sensitivity.bracketed is False else "") + units.rate(entry.lr),
+        "seeds": f"{finished}" if finished == len(entry.runs) else f"{finished}/{len(entry.runs)}",
+        "final loss": _loss(entry.loss),
+        "loss": "–" if entry.loss is None else units.loss(entry.loss.mean),
+        "accuracy": percent(entry.accuracy),
+        "best": percent(entry.best_accuracy),
+        "{}": _versus(entry),
+        "tokens": _ratio(entry.progress_ratio),
+        "epochs": _ratio(entry.progress_ratio),
+        "images/s": units.tokens(entry.speed),
+        "step": units.seconds(entry.step_seconds),
+        "opt": units.share(entry.optimizer_share),
+    }
+    cells["n"] = cells["seeds"]
+    return tuple(cells[name] for name in columns)
+
+
+def _loss(loss: Spread | None) -> str:
+    if loss is None:
+        return "–"
+    return units.loss(loss.mean) + ("" if loss.sd is None else f" ± {units.loss(loss.sd)}")
+
+
+def _versus(entry: Entry) -> str:
     if entry.incomparable is not None:
-        versus = "not comparable"
-    elif d is not None:
-        versus = units.signed(d.mean)
-        if d.low is not None:
-            versus += f" [{units.signed(d.low)}, {units.signed(d.high)}]"
-    ratio = "–" if entry.tokens_ratio is None else f"{entry.tokens_ratio:.0%}"
-    return (
-        entry.label, mark + units.rate(entry.lr), n,
-        (units.loss(loss.mean) + spread) if loss else "–", versus, ratio,
-        units.seconds(entry.step_seconds), units.share(entry.optimizer_share),
-    )  # fmt: skip
+        return "not comparable"
+    if entry.difference is None:
+        return "–"
+    m = entry.measure
+    d = m.shown(entry.difference)
+    between = "" if d.low is None else f" [{m.signed(d.low)}, {m.signed(d.high)}]"
+    return m.signed(d.mean) + between
+
+
+def _ratio(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
 
 
 def _align(rows: Sequence[tuple[str, ...]]) -> str:
