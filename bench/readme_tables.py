@@ -80,7 +80,7 @@ def best_rates(summary: Summary) -> str:
     """The optimizers of a race at their best rates, the baseline first."""
     entries = sorted(summary.ranked, key=lambda entry: entry is not summary.baseline)
     rows = [
-        [_label(e, summary.baseline), units.rate(e.lr), _loss(list(e.finals.values()))]
+        [_label(e, summary.baseline), units.rate(e.lr), _loss(list(e.scores.values()))]
         for e in entries
     ]
     return table(["", "best rate", "validation loss"], rows)
