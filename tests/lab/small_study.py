@@ -20,7 +20,9 @@ Loss = Callable[[str, float, int], float]
 
 def base(optimizer: str) -> Run:
     """12 steps of a GPT of a few thousand parameters."""
-    run = miniature_run(Path("unused"), diagnose_every=12).replace(model={"dropout": 0.0})
+    run = miniature_run(Path("unused"), diagnose_every=12).replace(
+        model={"dropout": 0.0}, keep={"save_every": None}
+    )
     fields = Optimizer(name=optimizer, lr=1e-2).__dict__
     return run.replace(optimizer=dict(fields))
 
@@ -44,6 +46,7 @@ def study(**changes: object) -> Study:
 def result(of: Study, arm: str, lr: float, seed: int, loss: float, **fields: object) -> Result:
     """A finished run; an infinite loss is one that diverged."""
     final = loss if math.isfinite(loss) else None
+    end = 9.0 if final is None else final
     values: dict[str, object] = {
         "arm": arm,
         "lr": lr,
@@ -55,7 +58,7 @@ def result(of: Study, arm: str, lr: float, seed: int, loss: float, **fields: obj
             "step": [0.0, 6.0, 12.0],
             "tokens": [0.0, 600.0, 1200.0],
             "seconds": [0.0, 6.0, 12.0],
-            "loss": [6.0, loss + 1, loss],
+            "loss": [6.0, end + 1, end],
         },
         "seconds": 12.0,
         "wall": 20.0,

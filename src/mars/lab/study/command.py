@@ -79,29 +79,44 @@ def go_on(name: str, args: StudyArgs, command: str) -> int:
     directory = Path(args.out or f"runs/study-{study.name.replace(':', '.')}")
     file = Results(directory)
     failed: dict[str, str] | None = {}
+    without: dict[str, str] = {}
     if args.verdict_only:
         if not file.path.exists():
             raise LabError(f"{file.path} is not there: nothing has been run, or give --out")
         fingerprint.check(study, file.read(), directory)
     else:
         study.common()
-        for arm in study.arms:
-            run = study.run(arm)
-            build(GPT(miniature(run.model)), run.optimizer)
+        without = _cannot(study)
         here = fingerprint.of_study(study)
         fingerprint.check(study, file.read(), directory, here)
         with RunDirectory(directory).lock():
             stretch = Stretch(
                 study, directory, here, seconds=args.seconds, jobs=args.jobs, seeds=args.seeds,
-                command=command,
+                command=command, without=without,
             )  # fmt: skip
             failed = stretch.go()
+    if failed is not None:
+        failed |= without
     tell(study, directory)
     if failed is None:
         sys.stdout.write("stopped; the same command goes on from here\n")
     for what, text in (failed or {}).items():
         sys.stderr.write(f"mars: error: {what}: {text}\n")
     return 1 if failed else 0
+
+
+def _cannot(study: Study) -> dict[str, str]:
+    """Arms that cannot be trained here (a package is missing, say), and why; not all of them."""
+    found = {}
+    for arm in study.arms:
+        run = study.run(arm)
+        try:
+            build(GPT(miniature(run.model)), run.optimizer)
+        except LabError as error:
+            found[arm.label] = str(error)
+    if len(found) == len(study.arms):
+        raise LabError(next(iter(found.values())))
+    return found
 
 
 def _check(args: StudyArgs) -> None:

@@ -7,6 +7,7 @@ import os
 import queue
 import shutil
 import time
+from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -20,7 +21,7 @@ from mars.lab.report import units
 from mars.lab.study import fingerprint, worker
 from mars.lab.study.definition import Study
 from mars.lab.study.display import Display
-from mars.lab.study.estimates import estimate
+from mars.lab.study.estimates import RESERVE, estimate
 from mars.lab.study.packing import LIMIT, READINGS, Packing
 from mars.lab.study.planner import Wanted, pick, wanted
 from mars.lab.study.results import Key, Result, Results
@@ -29,6 +30,11 @@ from mars.lab.study.worker import Ended, Order
 MARGIN, LEAST_MARGIN = 0.05, 5.0  # of the stretch, seconds: to save what cannot be finished
 BEGIN = {"cpu": 5.0, "cuda": 90.0}  # seconds left for which a run is begun that will be stopped
 PATIENCE = 60.0  # seconds for runs to be saved after Ctrl-C
+
+
+def packed(results: Sequence[Result]) -> int | None:
+    """How many runs went together when that was tried; None: it has to be tried."""
+    return results[-1].at_once if any(r.at_once > 1 for r in results) else None
 
 
 def age() -> float:
@@ -46,14 +52,16 @@ class Stretch:
     def __init__(
         self, study: Study, directory: Path, here: dict[str, str], *, seconds: float | None = None,
         jobs: int | None = None, seeds: int | None = None, command: str = "",
+        without: Collection[str] = (),
     ) -> None:  # fmt: skip
         self.study, self.directory, self.here = study, directory, here
-        self.seeds, self.command = seeds, command
+        self.seeds, self.command, self.without = seeds, command, without
         self.file = Results(directory)
         self.results: list[Result] = self.file.read()
         self.device = choose_device(study.run(study.arms[0]).loop.device)
         on_cpu = self.device.type == "cpu"
-        self.packing = Packing(jobs or (cores() if on_cpu else None))
+        self.packing = Packing(jobs or (cores() if on_cpu else packed(self.results)))
+        self.tried = not self.packing.settled  # how many go together is found by trying
         self.most = self.packing.slots if self.packing.settled else LIMIT
         self.seconds = seconds
         self.deadline: float | None = None
@@ -63,6 +71,7 @@ class Stretch:
             self.deadline = time.monotonic() - age() + seconds - self.margin
         self.active: dict[Future[Ended], Wanted] = {}
         self.readings: dict[str, list[float]] = {}  # shares of a run a second, since a run began
+        self.share: dict[str, float] = {}  # of a run that is done
         self.failed: dict[Key, str] = {}
 
     def go(self) -> dict[str, str] | None:
@@ -114,14 +123,15 @@ class Stretch:
         """What is wanted and not under way; what was begun on this machine first."""
         busy = {want.key for want in self.active.values()} | self.failed.keys()
         runs = [w for w in wanted(self.study, self.results, self.seeds) if w.key not in busy]
+        runs = [want for want in runs if want.arm.label not in self.without]
         return sorted(runs, key=lambda w: not self._folder(w).exists())
 
     def _fill(self, pool: ProcessPoolExecutor) -> bool:
         """Begin as many runs as there is room and time for; whether any is under way."""
         while len(self.active) < self.packing.slots:
             left = None if self.deadline is None else self.deadline - time.monotonic()
-            least = BEGIN[self.device.type]
-            want = pick(self._wanted(), left, self._seconds, self.seconds, least)
+            beside = self.tried and bool(self.active)
+            want = None if beside and not self._room(left) else self._pick(left, beside)
             if want is None:
                 break
             order = self._order(want)
@@ -129,6 +139,23 @@ class Stretch:
             self.readings = {name: [] for name in (*self.readings, want.name)}
             self.display.begin(want.name, order.run.loop.steps)
         return bool(self.active)
+
+    def _pick(self, left: float | None, beside: bool) -> Wanted | None:
+        """The next run; beside others it must surely be finished, if only by a guess."""
+        runs = self._wanted()
+        if beside:
+            return pick(runs, left, lambda want: (self._seconds(want)[0], True), None)
+        return pick(runs, left, self._seconds, self.seconds, BEGIN[self.device.type])
+
+    def _room(self, left: float | None) -> bool:
+        """Can the runs in progress still be finished if another one slows them down?"""
+        slower = (len(self.active) + 1) / len(self.active)
+        for want in self.active.values():
+            speeds = self.readings[want.name]
+            work = 1 - self.share.get(want.name, 0.0)
+            if left is not None and (not speeds or RESERVE * slower * work / speeds[-1] > left):
+                return False
+        return True
 
     def _folder(self, want: Wanted) -> Path:
         return self.directory / "runs" / want.name
@@ -168,9 +195,7 @@ class Stretch:
             loss = ended.result.final
             text = "diverged" if loss is None else f"validation loss {units.loss(loss)}"
             self.display.end(want.name, text, len(self._wanted()), self._left())
-        elif (
-            ended.failed is not None and "memory is full" in ended.failed and self.packing.slots > 1
-        ):
+        elif ended.failed is not None and "memory" in ended.failed and self.packing.slots > 1:
             self.packing.fewer()  # the run is begun again, with more room
         elif ended.failed is not None:
             self.failed[want.key] = ended.failed
@@ -186,9 +211,12 @@ class Stretch:
             if name not in runs or record["step"] is None:
                 continue
             self.display.advance(name, record["step"], None)
+            steps = self.study.run(runs[name].arm).loop.steps
+            self.share[name] = record["step"] / steps
             if record["kind"] == "train" and record["step_seconds"]:
-                run = self.study.run(runs[name].arm)
-                twice = 2 if run.optimizer.exact else 1
-                self.readings[name].append(twice / (record["step_seconds"] * run.loop.steps))
-        speeds = [own[-1] if len(own) >= READINGS else None for own in self.readings.values()]
-        self.packing.observe(speeds)
+                self.readings[name].append(1 / (record["step_seconds"] * steps))
+        self.packing.observe([
+            own[-1] * (2 if self.study.run(runs[name].arm).optimizer.exact else 1)
+            if len(own) >= READINGS else None
+            for name, own in self.readings.items()
+        ])  # fmt: skip

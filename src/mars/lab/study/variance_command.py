@@ -83,8 +83,8 @@ def text(rows: Rows) -> str:
     head = ["part", "batch", "lr", "noise", "turn", "plain", *names]
     lines = [
         f"E‖m − ∇F‖² at β₁ = {SHOWN}: plain averaging relative to ‖∇F‖², the others (mode and γ) "
-        "relative to plain. noise: Var(g)/‖∇F‖² of one batch; turn: the cosine between ∇F and ∇F one "
-        "step before.", "", *_head(head),
+        "relative to plain. noise: Var(g)/‖∇F‖² of one batch; turn: the cosine between ∇F and ∇F "
+        "one step before.", "", *_head(head),
     ]  # fmt: skip
     cases = sorted({(r["part"], r["batch"], r["lr"]) for r in rows})
     for part, batch, lr in cases:
@@ -97,7 +97,8 @@ def text(rows: Rows) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "", f"Var(c)/Var(g) at β₁ = {SHOWN}, late; predicted: (1+κ)² + κ² where noise is "
-        "independent (approximate), 1 where it is shared (exact).", "", *_head([*head[1:3], *names]),
+        "independent (approximate), 1 where it is shared (exact).", "",
+        *_head([*head[1:3], *names]),
     ]  # fmt: skip
     for part, batch, lr in cases:
         if part == LATE:

@@ -85,11 +85,13 @@ def _row(
     if not own or not theirs:
         return row
     target = math.fsum(r.loss for r in theirs) / len(theirs)
-    alike = len({r.at_once for r in (*own, *theirs)}) == 1
+    shared = Counter(r.at_once for r in own) & Counter(r.at_once for r in theirs)
+    usual = next(iter(shared.most_common(1)), (0, 0))[0]
+    alike = [[r for r in some if r.at_once == usual] for some in (own, theirs)]
     return Row(
         row.ladder, row.loss, base, paired(_finals(own), _finals(theirs)),
         _ratio(own, theirs, "tokens", target),
-        _ratio(own, theirs, "seconds", target) if alike else None,
+        _ratio(alike[0], alike[1], "seconds", target) if shared else None,
         row.step_seconds, row.variance_ratio, row.independent,
     )  # fmt: skip
 
