@@ -103,6 +103,23 @@ def test_neighbours_within_noise_get_their_seeds_and_may_win() -> None:
     assert ladders(of, results_of(of, done, loss))["AdamW"].best == 2e-2
 
 
+def test_a_bump_within_noise_does_not_hide_the_valley() -> None:
+    """As seen of MARS-AdamW in tiny-optimizers: 0.02 is lower than its neighbours, by luck."""
+    seen = {0.04: 3.1276, 0.02: 2.8910, 0.01: 2.8953, 0.005: 2.80, 0.0025: 2.52, 0.00125: 2.57,
+            0.000625: 2.9}  # fmt: skip
+    of = study(noise=0.03)
+    done = simulate(of, lambda label, lr, seed: seen[lr] + 0.001 * seed)
+    found = ladders(of, results_of(of, done, lambda label, lr, seed: seen[lr] + 0.001 * seed))
+    assert found["AdamW"].best == 0.0025
+
+
+def test_a_rate_that_is_far_lower_leads_before_it_has_all_seeds() -> None:
+    of = study()
+    known = [result(of, "AdamW", 1e-2, seed, 3.0 + 0.01 * seed) for seed in range(3)]
+    assert ladders(of, [*known, result(of, "AdamW", 5e-3, 0, 2.99)])["AdamW"].best == 1e-2
+    assert ladders(of, [*known, result(of, "AdamW", 5e-3, 0, 2.9)])["AdamW"].best == 5e-3
+
+
 def test_settled_comparisons_wait_for_open_ones() -> None:
     arms = tuple(Arm(label=n, optimizer="adamw", lr=1e-2) for n in ("A", "B", "C", "D"))
     lower = Claim(kind="lower")
@@ -113,10 +130,11 @@ def test_settled_comparisons_wait_for_open_ones() -> None:
             Comparison(arm="D", baseline="C", claim=lower),
         ),
     )
+    worse = {5e-3: 1.0, 1e-2: 0.0, 2e-2: 0.0015, 4e-2: 1.0}  # 0.02 may be as good
     known = [
-        result(of, label, lr, seed, loss + 0.001 * seed + 0.002 * (lr != 1e-2))
+        result(of, label, lr, seed, loss + 0.001 * seed + worse[lr])
         for label, loss in (("A", 3.0), ("B", 2.0))
-        for lr in (5e-3, 1e-2, 2e-2)
+        for lr in worse
         for seed in (range(3) if lr == 1e-2 else [0])
     ]
     assert judge(of, known)[0].state == "holds"

@@ -1,9 +1,9 @@
 """Which runs to do next: a pure function of study, results and time.
 
 First a ladder of rates for each arm at seed 0, thriftily: a rate and the next one, then whichever
-neighbour of the best is missing. Then further seeds at the best rate, then the same seeds at its
-neighbours where they are so near that the choice of the rate is within noise, or where the claim is
-about rates. Arms whose comparisons are all settled come last.
+neighbour of the best is missing, and on while those on a side are within noise of it. Then further
+seeds at the best rate, then at rates so near that the choice is within noise, or at its neighbours
+where the claim is about rates. Arms whose comparisons are all settled come last.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from mars.lab.study.choice import Ladder, ladders, noise
+from mars.lab.study.choice import Ladder, ladders
 from mars.lab.study.definition import Arm, Study
 from mars.lab.study.judge import judge
 from mars.lab.study.results import Key, Result
@@ -54,19 +54,18 @@ def wanted(study: Study, results: Sequence[Result], seeds: int | None = None) ->
     ``seeds``: more than the study's, for arms of comparisons that are not settled.
     """
     found = ladders(study, results)
-    spread = noise(study, found)
     judged = judge(study, results)
     undecided = {label for j in judged if not j.settled for label in j.comparison.arms}
     about_rates = {label for c in study.comparisons if c.claim.kind == "rate" for label in c.arms}
     runs = []
     for place, arm in enumerate(study.arms):
         many = max(study.seeds, seeds or 0) if arm.label in undecided else study.seeds
-        for want in _of_arm(found[arm.label], range(many), spread, arm.label in about_rates):
+        for want in _of_arm(found[arm.label], range(many), arm.label in about_rates):
             runs.append(((arm.label not in undecided, want.stage, want.seed, place), want))
     return [want for _, want in sorted(runs, key=lambda pair: pair[0])]
 
 
-def _of_arm(ladder: Ladder, seeds: range, spread: float, about_rates: bool) -> list[Wanted]:
+def _of_arm(ladder: Ladder, seeds: range, about_rates: bool) -> list[Wanted]:
     arm, missing, best = ladder.arm, ladder.missing(), ladder.best
     if missing:
         if not ladder.losses:
@@ -76,7 +75,7 @@ def _of_arm(ladder: Ladder, seeds: range, spread: float, about_rates: bool) -> l
     if best is None:
         return []
     runs = [Wanted(arm, best, s, Stage.SEEDS) for s in seeds if s not in ladder.losses[best]]
-    rivals = ladder.rivals(spread)
+    rivals = ladder.rivals()
     if about_rates:
         rivals += [lr for lr in ladder.beside(best) if lr is not None and lr not in rivals]
         rivals = [lr for lr in rivals if math.isfinite(sum(ladder.losses[lr].values()))]
