@@ -47,6 +47,8 @@ def training_code() -> str:
 
 
 def _hash(value: Any) -> str:
+    if isinstance(value, dict):  # a field that is not set may be one that came later
+        value = {name: v for name, v in value.items() if v is not None}
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:SHORT]
 
 

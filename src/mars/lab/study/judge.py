@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from mars.lab.report.statistics import Difference, paired, spread, t_quantile
@@ -14,6 +15,7 @@ from mars.lab.study.results import Result
 
 State = Literal["holds", "does not hold", "not resolved"]
 MOST = 1000  # seeds that anybody would ask for
+_t = cache(t_quantile)
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def seeds_needed(differences: Sequence[float], low: float, high: float) -> int |
         return None
     for n in range(max(own.n, 2), MOST + 1):
         # From 30 on the quantile is 1.96 + 2.4/df to three digits, and quicker.
-        t = t_quantile(n - 1) if n <= 30 else 1.96 + 2.4 / (n - 1)
+        t = _t(n - 1) if n <= 30 else 1.96 + 2.4 / (n - 1)
         if t * own.sd / math.sqrt(n) < distance:
             return n
     return MOST + 1

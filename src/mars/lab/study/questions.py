@@ -230,9 +230,9 @@ def tiny_optimizers() -> Study:
         prediction="Muon ends 0.1 below AdamW; MARS-AdamW ends below AdamW.",
         base=gpt_tiny,
         arms=(
-            Arm(label="AdamW", optimizer="adamw", lr=1e-2),
-            Arm(label="Muon", optimizer="muon", lr=1.6e-2),
-            _mars("MARS-AdamW", 1e-2),
+            Arm(label="AdamW", optimizer="adamw", lr=5e-3),
+            Arm(label="Muon", optimizer="muon", lr=3.2e-2),
+            _mars("MARS-AdamW", 5e-3),
         ),
         comparisons=(_lower("Muon", "AdamW", 0.1), _lower("MARS-AdamW", "AdamW")),
         noise=0.03,
@@ -240,11 +240,11 @@ def tiny_optimizers() -> Study:
 
 
 def tiny_correction() -> Study:
-    return _correction("tiny-correction", gpt_tiny, 1e-2, "MARS-AdamW on a tiny GPT", (0.025, 0.1))
+    return _correction("tiny-correction", gpt_tiny, 5e-3, "MARS-AdamW on a tiny GPT", (0.025, 0.1))
 
 
 def tiny_clip() -> Study:
-    return _clip("tiny-clip", gpt_tiny, 1e-2, "MARS-AdamW on a tiny GPT", 0.03)
+    return _clip("tiny-clip", gpt_tiny, 5e-3, "MARS-AdamW on a tiny GPT", 0.03)
 
 
 def tiny_batch() -> Study:

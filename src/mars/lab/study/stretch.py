@@ -29,6 +29,7 @@ from mars.lab.study.worker import Ended, Order
 
 MARGIN, LEAST_MARGIN = 0.05, 5.0  # of the stretch, seconds: to save what cannot be finished
 BEGIN = {"cpu": 5.0, "cuda": 90.0}  # seconds left for which a run is begun that will be stopped
+SHORT = 300.0  # seconds: a run that is killed without a checkpoint loses no more than that
 PATIENCE = 60.0  # seconds for runs to be saved after Ctrl-C
 
 
@@ -93,10 +94,12 @@ class Stretch:
             except BrokenProcessPool as error:
                 workers.stop(pool)
                 raise LabError("a worker died (memory?); the same command goes on") from error
+            except BaseException:  # a full disk, say: nobody is left training
+                workers.stop(pool)
+                raise
             self._stop(pool, "stopping" if interrupted else "the time is up")
-            return (
-                None if interrupted else {f"{k[0]} lr {k[1]:g}": v for k, v in self.failed.items()}
-            )
+            failed = {f"{arm} lr {lr:g}": text for (arm, lr, _), text in self.failed.items()}
+            return None if interrupted else failed
 
     def _late(self) -> bool:
         return self.deadline is not None and time.monotonic() >= self.deadline
@@ -162,7 +165,7 @@ class Stretch:
 
     def _order(self, want: Wanted) -> Order:
         run = self.study.run(want.arm, want.lr, want.seed, self._folder(want))
-        if run.keep.save_every is None:
+        if run.keep.save_every is None or self._seconds(want)[0] < SHORT:
             run = run.replace(keep={"save_every": run.loop.steps})
         if run.loop.threads is None:
             run = run.replace(loop={"threads": max(1, cores() // self.packing.slots)})
