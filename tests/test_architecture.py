@@ -52,7 +52,7 @@ LAYERS = {
     **{f"mars.lab.{name}": 16 for name in ("describe", "pool", "arguments")},
     **{
         f"mars.lab.{name}": 17
-        for name in ("race", "tune", "search", "trial", "findings", "planner")
+        for name in ("race", "tune", "search", "trial", "findings", "planner", "study")
     },
     "mars.lab.doctor": 18,
     "mars.lab.cli": 19,

@@ -68,6 +68,19 @@ def test_snippets_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert names["optimizer"].param_groups
 
 
+def test_committed_verdicts_are_what_the_results_say() -> None:
+    from mars.lab.study.questions import STUDIES, find
+    from mars.lab.study.results import Results
+    from mars.lab.study.verdict import markdown, verdict
+
+    kept = [path.parent for path in sorted((ROOT / "docs/results").glob("*/results.jsonl"))]
+    assert kept
+    for folder in kept:
+        assert folder.name in STUDIES
+        found = verdict(find(folder.name), Results(folder).read())
+        assert (folder / "verdict.md").read_text() == markdown(found)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_are_understood(page: Path) -> None:
     """Every `mars` command of a page: its recipe exists, its options are options."""

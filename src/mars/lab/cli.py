@@ -25,6 +25,7 @@ MARS: optimizers that correct each gradient by the last one, and a laboratory fo
   eval      HellaSwag, ARC, MMLU, LAMBADA …: checkpoints side by side, scored as lm-eval does
   export    a folder that Hugging Face transformers loads
   tune      search learning rate, decay and γ
+  study     a question, a prediction, the runs that are worth their time, and a verdict
   plan      memory, traffic and time of a step on GPUs that are not here
   convert   a checkpoint in one file to shards, or back
   doctor    versions, device, which engine would be used and why
@@ -137,6 +138,12 @@ def _tune(words: list[str]) -> int:
     return tune_command(words)
 
 
+def _study(words: list[str]) -> int:
+    from mars.lab.study.command import study_command
+
+    return study_command(words)
+
+
 def _plan(words: list[str]) -> int:
     from mars.lab.arguments import parse
     from mars.lab.planner.command import PlanArgs, plan_command
@@ -179,6 +186,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "eval": _eval,
     "export": _export,
     "tune": _tune,
+    "study": _study,
     "plan": _plan,
     "convert": _convert,
     "doctor": _doctor,

@@ -1,0 +1,166 @@
+"""`mars study`: list the studies, go on with one, say what it has shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mars.lab import arguments, tasks
+from mars.lab.errors import LabError
+from mars.lab.optimizers import build
+from mars.lab.rundir import RunDirectory, write_atomically
+from mars.lab.study import fingerprint, page
+from mars.lab.study.definition import Study
+from mars.lab.study.questions import STUDIES, find
+from mars.lab.study.results import Results
+from mars.lab.study.stretch import Stretch
+from mars.lab.study.verdict import markdown, terminal, verdict
+
+ABOUT = (
+    "Go on with a study: the next most informative runs, until all is known or the time is up; "
+    "then the verdict. NAME is one that `mars study` lists, or package.module:function of yours."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyArgs:
+    """Go on with a study."""
+
+    seconds: float | None = None
+    """End within so many seconds: what cannot be finished is not begun, or saved to go on with."""
+    out: str | None = None
+    """Where results.jsonl, verdict.md and report.html are; by default runs/study-NAME."""
+    jobs: int | None = None
+    """Runs at the same time; by default one a core on a CPU, and as many as pay on a GPU."""
+    seeds: int | None = None
+    """More seeds than the study's own, for comparisons that are not resolved."""
+    data: str | None = None
+    """Where the tokens are here, instead of the study's place: they are known by their sha256."""
+    valid: str | None = None
+    """Where the validation tokens are, if not with the others."""
+    device: str | None = None
+    """cpu, cuda or cuda:1; by default a GPU if there is one."""
+    verdict_only: bool = False
+    """Run nothing: the verdict from the results file."""
+
+
+def study_command(words: list[str]) -> int:
+    """The command line."""
+    named = bool(words) and not words[0].startswith("-")
+    if not named and not words:
+        sys.stdout.write(listing() + "\n")
+        return 0
+    name, options = (words[0], words[1:]) if named else ("NAME", words)
+    if name == "variance":
+        from mars.lab.study.variance_command import VarianceArgs, variance_command
+
+        about = "Measure how far averages of gradients are from the gradient, on a tiny model."
+        return variance_command(
+            arguments.parse(VarianceArgs, options, "mars study variance", about)
+        )
+    args = arguments.parse(StudyArgs, options, f"mars study {name}", ABOUT)
+    if not named:
+        raise arguments.UsageError(f"mars study needs a name: {', '.join(STUDIES)}, variance")
+    return go_on(name, args, shlex.join(["mars", "study", *words]))
+
+
+def go_on(name: str, args: StudyArgs, command: str) -> int:
+    """Run what fits, then tell."""
+    _check(args)
+    study = _here(find(name), args)
+    directory = Path(args.out or f"runs/study-{study.name.replace(':', '.')}")
+    file = Results(directory)
+    failed: dict[str, str] | None = {}
+    without: dict[str, str] = {}
+    if args.verdict_only:
+        if not file.path.exists():
+            raise LabError(f"{file.path} is not there: nothing has been run, or give --out")
+        fingerprint.check(study, file.read(), directory)
+    else:
+        study.common()
+        without = _cannot(study)
+        here = fingerprint.of_study(study)
+        fingerprint.check(study, file.read(), directory, here)
+        with RunDirectory(directory).lock():
+            stretch = Stretch(
+                study, directory, here, seconds=args.seconds, jobs=args.jobs, seeds=args.seeds,
+                command=command, without=without,
+            )  # fmt: skip
+            failed = stretch.go()
+    if failed is not None:
+        failed |= without
+    tell(study, directory)
+    if failed is None:
+        sys.stdout.write("stopped; the same command goes on from here\n")
+    for what, text in (failed or {}).items():
+        sys.stderr.write(f"mars: error: {what}: {text}\n")
+    return 1 if failed else 0
+
+
+def _cannot(study: Study) -> dict[str, str]:
+    """Arms that cannot be trained here (a package is missing, say), and why; not all of them."""
+    found = {}
+    for arm in study.arms:
+        run = study.run(arm)
+        try:
+            build(tasks.of(run).miniature(), run.optimizer)
+        except LabError as error:
+            found[arm.label] = str(error)
+    if len(found) == len(study.arms):
+        raise LabError(next(iter(found.values())))
+    return found
+
+
+def _check(args: StudyArgs) -> None:
+    for name, least in (("seconds", 5.0), ("jobs", 1), ("seeds", 3)):
+        value = getattr(args, name)
+        if value is not None and not least <= value < math.inf:
+            raise LabError(f"--{name} must be {least:g} or more, it is {value:g}")
+
+
+def _here(study: Study, args: StudyArgs) -> Study:
+    """The study with what this machine has."""
+    data = {"source": args.data, "valid": args.valid}
+    changes: dict[str, dict[str, Any]] = {
+        "data": {key: value for key, value in data.items() if value is not None},
+        "loop": {} if args.device is None else {"device": args.device},
+    }
+    for part, fields in study.overrides.items():
+        changes[part] = {**fields, **changes.get(part, {})}
+    return dataclasses.replace(study, overrides={p: f for p, f in changes.items() if f})
+
+
+def tell(study: Study, directory: Path) -> None:
+    """Print the verdict, write it and the report."""
+    found = verdict(study, Results(directory).read())
+    sys.stdout.write(terminal(found) + "\n\n")
+    written = [directory / "verdict.md"]
+    write_atomically(written[0], markdown(found).encode())
+    written += page.write(found, directory)
+    sys.stdout.write("".join(f"{path}\n" for path in written))
+
+
+def listing() -> str:
+    """The studies, what each asks, and how far it is here."""
+    lines = [
+        "usage: mars study NAME [--seconds N] [--out DIR] [--verdict-only]   (--help: all)",
+        "",
+    ]
+    for name in STUDIES:
+        study = find(name)
+        results = Results(Path(f"runs/study-{name}")).read()
+        far = verdict(study, results).count if results else f"nothing yet; {len(study.arms)} arms"
+        lines += [name, *textwrap.wrap(study.question, 96, initial_indent="  ",
+                                       subsequent_indent="  "), f"  [{far}]", ""]  # fmt: skip
+    lines += [
+        "variance",
+        "  How far are averages of gradients from the gradient, where that can be had?",
+        "  [a few minutes on a CPU]",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,136 @@
+"""What two runs must share to be compared: data, configuration, training code, torch, device."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mars.lab import hardware, tasks
+from mars.lab.errors import LabError
+from mars.lab.study.definition import Arm, Study
+from mars.lab.study.results import Result
+
+EQUIVALENTS = "equivalents.json"
+SHORT = 12  # digits of a hash that are kept and shown
+PARTS = {"data": "data", "config": "model or schedule", "code": "training code",
+         "torch": "torch", "device": "device"}  # fmt: skip
+
+# Sources that can change what a run computes: the optimizer, the model and its loss, which tokens
+# are in a batch, the step, the schedule. Not what is logged, saved, told or planned.
+TRAINING = (
+    "rule/*.py", "engines/*.py", "engines/fused/*.py", "optimizer.py", "options.py", "state.py",
+    "exact.py", "collect.py", "dispatch.py", "plan.py", "groups.py", "sharding.py", "exchange.py",
+    "lab/models/*.py", "lab/data/batches.py", "lab/data/shards.py", "lab/data/sources.py",
+    "lab/data/tokenizers.py", "lab/images/augment.py", "lab/tasks/*.py", "lab/loop.py",
+    "lab/schedule.py", "lab/optimizers.py", "lab/wrapping.py", "lab/hardware.py", "lab/train.py",
+    "lab/checkpoint.py", "lab/optimizer_state.py",
+)  # fmt: skip
+
+
+@functools.cache
+def training_code() -> str:
+    """sha256 over the sources that can change numbers."""
+    root = Path(hardware.__file__).parents[1]
+    digest = hashlib.sha256()
+    for pattern in TRAINING:
+        for path in sorted(root.glob(pattern)):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:SHORT]
+
+
+def _hash(value: Any) -> str:
+    if isinstance(value, dict):  # a field that is not set may be one that came later
+        value = {name: v for name, v in value.items() if v is not None}
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:SHORT]
+
+
+def of_study(study: Study) -> dict[str, str]:
+    """The fingerprint of runs made here and now. Opens the data."""
+    run = study.run(study.arms[0])
+    task = tasks.of(run).open()
+    device = hardware.choose_device(run.loop.device)
+    return {
+        "data": _hash([task.train.sha256, task.valid.sha256]),
+        "config": _hash(study.common()),
+        "code": training_code(),
+        "torch": torch.__version__,
+        "device": str(hardware.hardware(device)["name"]),
+    }
+
+
+def of_arm(study: Study, arm: Arm) -> str:
+    """What the results of an arm belong to, whatever its label."""
+    return _hash(study.own(arm))
+
+
+def equivalents(directory: Path) -> list[dict[str, Any]]:
+    """What somebody has declared to be the same, and why."""
+    path = directory / EQUIVALENTS
+    if not path.exists():
+        return []
+    try:
+        found = json.loads(path.read_text())
+        for entry in found:
+            good = entry["part"] in PARTS and all(isinstance(v, str) for v in entry["same"])
+            if not good or not str(entry["reason"]).strip():
+                raise ValueError
+    except (OSError, ValueError, KeyError, TypeError):
+        raise LabError(
+            f'{path}: it must be a list of {{"part": "code", "same": ["…", "…"], "reason": "…"}}; '
+            f"parts are {', '.join(PARTS)}"
+        ) from None
+    return list(found)
+
+
+def _canonical(part: str, value: str, declared: Sequence[dict[str, Any]]) -> str:
+    """The first of the values that this one is declared to be the same as."""
+    for entry in declared:
+        if entry["part"] == part and any(value.startswith(v) for v in entry["same"] if v):
+            return str(entry["same"][0])
+    return value
+
+
+def check(
+    study: Study, results: Sequence[Result], directory: Path, here: dict[str, str] | None = None
+) -> None:
+    """Refuse, in one line, results that differ in what they must share (with ``here`` too)."""
+    declared = equivalents(directory)
+    arms = {arm.label: of_arm(study, arm) for arm in study.arms}
+    for result in results:
+        if result.arm in arms and result.fingerprint.get("arm") != arms[result.arm]:
+            raise LabError(
+                f"{result.arm!r} in {directory} was run with other settings than study "
+                f"{study.name} has for it now: rename the arm, or choose another --out"
+            )
+    for part, name in PARTS.items():
+        values = Counter(result.fingerprint.get(part, "unknown") for result in results)
+        groups: dict[str, list[str]] = {}
+        for value in [*values, *([here[part]] if here else [])]:
+            own = groups.setdefault(_canonical(part, value, declared), [])
+            own += [] if value in own else [value]
+        if len(groups) > 1:
+            said = "; ".join(
+                f"{value}: {_runs(values[value])}"
+                + (", and this machine now" * _is(here, part, value))
+                for own in groups.values()
+                for value in own
+            )
+            raise LabError(
+                f"the runs in {directory} cannot be compared, their {name} differ ({said}): choose "
+                f"another --out, or declare the values the same in {EQUIVALENTS}, with a reason"
+            )
+
+
+def _is(here: dict[str, str] | None, part: str, value: str) -> bool:
+    return here is not None and here[part] == value
+
+
+def _runs(count: int) -> str:
+    return f"{count} run" if count == 1 else f"{count} runs"

@@ -1,0 +1,118 @@
+"""From results to verdicts: holds, does not hold, not resolved, and what would resolve it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from mars.lab.report.statistics import Difference, paired, spread, t_quantile
+from mars.lab.study.choice import Ladder, ladders
+from mars.lab.study.definition import Claim, Comparison, Study
+from mars.lab.study.results import Result
+
+State = Literal["holds", "does not hold", "not resolved"]
+MOST = 1000  # seeds that anybody would ask for
+_t = cache(t_quantile)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What the results say about a comparison."""
+
+    comparison: Comparison
+    state: State
+    difference: Difference | None  # of losses; of log rates for a claim about rates
+    why: str = ""  # it is not resolved
+    more: int | None = None  # seeds that would probably resolve it
+
+    @property
+    def settled(self) -> bool:
+        return self.state != "not resolved"
+
+
+def judge(study: Study, results: Sequence[Result]) -> list[Judged]:
+    """A verdict for each comparison of a study."""
+    found = ladders(study, results)
+    return [_judge(comparison, found, study.seeds) for comparison in study.comparisons]
+
+
+def _judge(c: Comparison, found: Mapping[str, Ladder], seeds: int) -> Judged:
+    differences = _differences(c, found)
+    d = paired(differences, dict.fromkeys(differences, 0.0)) if differences else None
+    for label in c.arms:
+        if found[label].best is None:
+            tried = bool(found[label].losses)
+            why = f"{label} diverged at every rate" if tried else f"{label} has no run yet"
+            return Judged(c, "not resolved", d, why)
+        if not found[label].bracketed:
+            ended = "" if found[label].missing() else ", and its ladder ends there"
+            return Judged(c, "not resolved", d, f"{label}'s best rate is not bracketed yet{ended}")
+    n = len(differences)
+    if d is None or n < seeds or d.low is None or d.high is None:
+        return Judged(c, "not resolved", d, f"{n} of {seeds} seeds have been run", seeds - n)
+    low, high = _claimed(c.claim)
+    if low < d.low and d.high < high:
+        return Judged(c, "holds", d)
+    if d.high < low or d.low > high:
+        return Judged(c, "does not hold", d)
+    needed = seeds_needed(list(differences.values()), low, high)
+    if needed is None:
+        why = "the interval contains the claim's limit, and no number of seeds can be named"
+        return Judged(c, "not resolved", d, why)
+    said = f"about {needed - n} more" if needed <= MOST else f"more than {MOST}"
+    why = f"the interval contains the claim's limit; {said} seeds would resolve it"
+    return Judged(c, "not resolved", d, f"{why} if mean and spread stay", needed - n)
+
+
+def _differences(c: Comparison, found: Mapping[str, Ladder]) -> dict[int, float]:
+    """By seed, what the claim is about."""
+    values = [_values(c.claim, found[label]) for label in c.arms]
+    shared = set.intersection(*(set(own) for own in values))
+    signs = (1, -1, -1, 1)
+    return {
+        seed: math.fsum(sign * own[seed] for sign, own in zip(signs, values, strict=False))
+        for seed in sorted(shared)
+    }
+
+
+def _values(claim: Claim, ladder: Ladder) -> dict[int, float]:
+    best = ladder.best
+    own = {} if best is None else ladder.losses[best]
+    if claim.kind != "rate":
+        return own
+    vertices = {seed: ladder.vertex(seed) for seed in own}
+    return {seed: math.log(v) for seed, v in vertices.items() if v is not None}
+
+
+def _claimed(claim: Claim) -> tuple[float, float]:
+    """Between what the difference lies, if the claim is true."""
+    if claim.kind == "lower":
+        return -math.inf, -claim.by
+    if claim.kind == "within":
+        return -claim.by, claim.by
+    return math.log(claim.by) - math.log(2) / 2, math.log(claim.by) + math.log(2) / 2
+
+
+def seeds_needed(differences: Sequence[float], low: float, high: float) -> int | None:
+    """The seeds at which the interval would no longer contain a limit, mean and spread unchanged.
+
+    More than ``MOST`` is returned as MOST + 1. None: the mean lies on a limit.
+
+    >>> seeds_needed([-0.03, 0.01, 0.0], -float("inf"), 0.0)
+    40
+    """
+    own = spread(differences)
+    if own is None or own.sd is None:
+        return None
+    distance = min(abs(own.mean - limit) for limit in (low, high) if math.isfinite(limit))
+    if distance == 0:
+        return None
+    for n in range(max(own.n, 2), MOST + 1):
+        # From 30 on the quantile is 1.96 + 2.4/df to three digits, and quicker.
+        t = _t(n - 1) if n <= 30 else 1.96 + 2.4 / (n - 1)
+        if t * own.sd / math.sqrt(n) < distance:
+            return n
+    return MOST + 1

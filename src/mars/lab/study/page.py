@@ -1,0 +1,100 @@
+"""The interactive report of a study, made from its results file alone."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from mars.lab import tasks
+from mars.lab.config import to_json
+from mars.lab.report import load, summarise
+from mars.lab.report import write as write_page
+from mars.lab.study.choice import ladders
+from mars.lab.study.planner import Stage, Wanted
+from mars.lab.study.results import Result
+from mars.lab.study.verdict import Verdict, at_best
+
+
+def write(v: Verdict, directory: Path) -> list[Path]:
+    """Write report.html; where arms differ in batch or steps, one page for each kind.
+
+    Curves are those of the best rates, in the order of seeds; every rate is in the picture of
+    rates.
+    """
+    groups: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for arm in v.study.arms:
+        run = v.study.run(arm)
+        groups[run.loop.batch_size, run.loop.steps].append(arm.label)
+    written = []
+    for (batch, _), labels in groups.items():
+        name = "report.html" if len(groups) == 1 else f"report-batch{batch}.html"
+        page = _page(v, labels, directory / name)
+        written += [page] if page is not None else []
+    return written
+
+
+def _page(v: Verdict, labels: list[str], path: Path) -> Path | None:
+    found = ladders(v.study, v.results)
+    shown = [r for label in labels for r in at_best(found[label], v.results)]
+    if not shown:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        for result in shown:
+            _log(v, result, Path(folder))
+        runs = load([folder])
+    base = next((b for label in labels if (b := v.study.baseline_of(label))), labels[0])
+    grid = {
+        "command": f"mars study {v.study.name}",
+        "optimizers": {
+            label: {
+                "label": label,
+                "best": found[label].best,
+                "losses": {
+                    f"{lr:g}": [None if loss == float("inf") else loss for loss in own.values()]
+                    for lr, own in sorted(found[label].losses.items())
+                },
+            }
+            for label in labels
+            if found[label].best is not None
+        },
+    }
+    summary = summarise(runs, baseline=base, rates=grid)
+    return write_page(path, runs, summary, title=f"{v.study.name}: {v.study.question}")
+
+
+def _log(v: Verdict, result: Result, folder: Path) -> None:
+    """A log with what the results file knows."""
+    arm = v.study.arm(result.arm)
+    run = v.study.run(arm, result.lr, result.seed)
+    steps, per_step = run.loop.steps, tasks.of(run).per_step
+    header = {
+        "kind": "header", "format": 1, "time": result.time, "name": v.study.name,
+        "label": arm.label, "optimizer": arm.optimizer, "lr": result.lr, "seed": result.seed,
+        "config": to_json(run), "tokens_per_step": per_step, "steps": steps,
+        "data": {"train": {"sha256": result.fingerprint["data"]}},
+        "versions": {"torch": result.fingerprint["torch"]},
+        "hardware": {"name": result.fingerprint["device"]},
+        "code": result.fingerprint["code"], "command": f"mars study {v.study.name}",
+    }  # fmt: skip
+    step = result.step_seconds
+    place = {"step": steps, "tokens": result.tokens, "seconds": result.seconds}
+    train = {
+        "kind": "train", **place, "loss": None, "step_seconds": step,
+        "optimizer_seconds": step * result.optimizer_share
+        if step and result.optimizer_share is not None else None,
+        "tokens_per_second": per_step / step if step else None,
+        "memory": result.memory,
+    }  # fmt: skip
+    names = list(result.curve)
+    valid: list[dict[str, Any]] = [
+        {"kind": "valid", **dict(zip(names, row, strict=True))}
+        for row in zip(*result.curve.values(), strict=True)
+    ]
+    end = {"kind": "end", **place, "status": "done", "valid": result.final}
+    own = folder / Wanted(arm, result.lr, result.seed, Stage.SEEDS).name
+    own.mkdir()
+    lines = [json.dumps(record) + "\n" for record in (header, *valid, train, end)]
+    (own / "log.jsonl").write_text("".join(lines))

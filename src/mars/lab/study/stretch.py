@@ -1,0 +1,225 @@
+"""A stretch of time in which a study goes on: the next best runs, as many as can be finished."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import shutil
+import time
+from collections.abc import Collection, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+from mars.lab import workers
+from mars.lab.errors import LabError
+from mars.lab.hardware import choose_device
+from mars.lab.pool import cores
+from mars.lab.report import units
+from mars.lab.study import fingerprint, worker
+from mars.lab.study.definition import Study
+from mars.lab.study.display import Display
+from mars.lab.study.estimates import RESERVE, estimate
+from mars.lab.study.packing import LIMIT, READINGS, Packing
+from mars.lab.study.planner import Wanted, pick, wanted
+from mars.lab.study.results import Key, Result, Results
+from mars.lab.study.worker import Ended, Order
+
+MARGIN, LEAST_MARGIN = 0.05, 5.0  # of the stretch, seconds: to save what cannot be finished
+BEGIN = {"cpu": 5.0, "cuda": 90.0}  # seconds left for which a run is begun that will be stopped
+SHORT = 300.0  # seconds: a run that is killed without a checkpoint loses no more than that
+PATIENCE = 60.0  # seconds for runs to be saved after Ctrl-C
+
+
+def packed(results: Sequence[Result]) -> int | None:
+    """How many runs went together when that was tried; None: it has to be tried."""
+    return results[-1].at_once if any(r.at_once > 1 for r in results) else None
+
+
+def age() -> float:
+    """Seconds since this process began, which a stretch has to count; 0 where nobody tells."""
+    try:
+        began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, AttributeError, IndexError):
+        return 0.0
+
+
+class Stretch:
+    """Goes on with a study for some seconds (None: until nothing is wanted)."""
+
+    def __init__(
+        self, study: Study, directory: Path, here: dict[str, str], *, seconds: float | None = None,
+        jobs: int | None = None, seeds: int | None = None, command: str = "",
+        without: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        self.study, self.directory, self.here = study, directory, here
+        self.seeds, self.command, self.without = seeds, command, without
+        self.file = Results(directory)
+        self.results: list[Result] = self.file.read()
+        self.device = choose_device(study.run(study.arms[0]).loop.device)
+        on_cpu = self.device.type == "cpu"
+        self.packing = Packing(jobs or (cores() if on_cpu else packed(self.results)))
+        self.tried = not self.packing.settled  # how many go together is found by trying
+        self.most = self.packing.slots if self.packing.settled else LIMIT
+        self.seconds = seconds
+        self.deadline: float | None = None
+        self.margin = PATIENCE
+        if seconds is not None:
+            self.margin = max(LEAST_MARGIN, MARGIN * seconds)
+            self.deadline = time.monotonic() - age() + seconds - self.margin
+        self.active: dict[Future[Ended], Wanted] = {}
+        self.readings: dict[str, list[float]] = {}  # shares of a run a second, since a run began
+        self.share: dict[str, float] = {}  # of a run that is done
+        self.failed: dict[Key, str] = {}
+
+    def go(self) -> dict[str, str] | None:
+        """Run until the time is up or nothing is wanted: what failed, or None if interrupted."""
+        context = multiprocessing.get_context("spawn")
+        records = context.Queue()
+        with workers.terminable(), Display(self.deadline) as self.display:
+            pool = ProcessPoolExecutor(self.most, context, worker.begin, (records,))
+            seen: set[Any] = set()
+            interrupted = False
+            try:
+                while self._fill(pool) and not self._late():
+                    for future in wait(self.active, 0.3, FIRST_COMPLETED).done:
+                        self._end(self.active.pop(future), future.result())
+                    self._drain(records)
+                    workers.check(seen)
+            except KeyboardInterrupt:
+                interrupted = True
+            except BrokenProcessPool as error:
+                workers.stop(pool)
+                raise LabError("a worker died (memory?); the same command goes on") from error
+            except BaseException:  # a full disk, say: nobody is left training
+                workers.stop(pool)
+                raise
+            self._stop(pool, "stopping" if interrupted else "the time is up")
+            failed = {f"{arm} lr {lr:g}": text for (arm, lr, _), text in self.failed.items()}
+            return None if interrupted else failed
+
+    def _late(self) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def _stop(self, pool: ProcessPoolExecutor, why: str) -> None:
+        """Have runs in progress saved, and note what ended all the same.
+
+        One that does not answer, because it compiles, say, is ended: it has its last checkpoint.
+        """
+        if self.active:
+            self.display.say(f"{why}: {len(self.active)} in progress, saved to be gone on with")
+            for child in multiprocessing.active_children():
+                child.terminate()  # a run in progress takes it for a question
+            if wait(self.active, max(1.0, 0.7 * self.margin)).not_done:
+                for child in multiprocessing.active_children():
+                    child.kill()
+            pool.shutdown(wait=True, cancel_futures=True)
+        for future, want in self.active.items():
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._end(want, future.result())
+        pool.shutdown()
+
+    def _wanted(self) -> list[Wanted]:
+        """What is wanted and not under way; what was begun on this machine first."""
+        busy = {want.key for want in self.active.values()} | self.failed.keys()
+        runs = [w for w in wanted(self.study, self.results, self.seeds) if w.key not in busy]
+        runs = [want for want in runs if want.arm.label not in self.without]
+        return sorted(runs, key=lambda w: not self._folder(w).exists())
+
+    def _fill(self, pool: ProcessPoolExecutor) -> bool:
+        """Begin as many runs as there is room and time for; whether any is under way."""
+        while len(self.active) < self.packing.slots:
+            left = None if self.deadline is None else self.deadline - time.monotonic()
+            beside = self.tried and bool(self.active)
+            want = None if beside and not self._room(left) else self._pick(left, beside)
+            if want is None:
+                break
+            order = self._order(want)
+            self.active[pool.submit(worker.attempt, order)] = want
+            self.readings = {name: [] for name in (*self.readings, want.name)}
+            self.display.begin(want.name, order.run.loop.steps)
+        return bool(self.active)
+
+    def _pick(self, left: float | None, beside: bool) -> Wanted | None:
+        """The next run; beside others it must surely be finished, if only by a guess."""
+        runs = self._wanted()
+        if beside:
+            return pick(runs, left, lambda want: (self._seconds(want)[0], True), None)
+        return pick(runs, left, self._seconds, self.seconds, BEGIN[self.device.type])
+
+    def _room(self, left: float | None) -> bool:
+        """Can the runs in progress still be finished if another one slows them down?"""
+        slower = (len(self.active) + 1) / len(self.active)
+        for want in self.active.values():
+            speeds = self.readings[want.name]
+            work = 1 - self.share.get(want.name, 0.0)
+            if left is not None and (not speeds or RESERVE * slower * work / speeds[-1] > left):
+                return False
+        return True
+
+    def _folder(self, want: Wanted) -> Path:
+        return self.directory / "runs" / want.name
+
+    def _order(self, want: Wanted) -> Order:
+        run = self.study.run(want.arm, want.lr, want.seed, self._folder(want))
+        if run.keep.save_every is None or self._seconds(want)[0] < SHORT:
+            run = run.replace(keep={"save_every": run.loop.steps})
+        if run.loop.threads is None:
+            run = run.replace(loop={"threads": max(1, cores() // self.packing.slots)})
+        own = {**self.here, "arm": fingerprint.of_arm(self.study, want.arm)}
+        return Order(want.key, want.name, run, own, self.packing.slots, self.command)
+
+    def _seconds(self, want: Wanted) -> tuple[float, bool]:
+        """What is left of a run, and whether that was measured."""
+        slots = max(1, self.packing.slots)
+        seconds, measured = estimate(self.study, self.results, want.arm, slots, self.device)
+        saved = [int(p.name[5:]) for p in self._folder(want).glob("checkpoints/step-*")
+                 if p.name[5:].isdigit()]  # fmt: skip
+        steps = self.study.run(want.arm).loop.steps
+        return seconds * (1 - max(saved, default=0) / steps), measured
+
+    def _left(self) -> float | None:
+        """Seconds that all that is wanted will take."""
+        every = [self._seconds(want) for want in (*self.active.values(), *self._wanted())]
+        if not all(measured for _, measured in every):
+            return None
+        return sum(seconds for seconds, _ in every) / max(1, self.packing.slots)
+
+    def _end(self, want: Wanted, ended: Ended) -> None:
+        self.readings.pop(want.name, None)
+        if ended.result is not None:
+            self.file.add([ended.result])
+            self.results.append(ended.result)
+            if not (self.study.keep_checkpoints and ended.result.status == "done"):
+                shutil.rmtree(self._folder(want) / "checkpoints", ignore_errors=True)
+            loss = ended.result.final
+            text = "diverged" if loss is None else f"validation loss {units.loss(loss)}"
+            self.display.end(want.name, text, len(self._wanted()), self._left())
+        elif ended.failed is not None and "memory" in ended.failed and self.packing.slots > 1:
+            self.packing.fewer()  # the run is begun again, with more room
+        elif ended.failed is not None:
+            self.failed[want.key] = ended.failed
+
+    def _drain(self, records: Any) -> None:
+        """Take what runs have said; let it decide how many go together."""
+        runs = {want.name: want for want in self.active.values()}
+        while True:
+            try:
+                name, record = records.get_nowait()
+            except queue.Empty:
+                break
+            if name not in runs or record["step"] is None:
+                continue
+            self.display.advance(name, record["step"], None)
+            steps = self.study.run(runs[name].arm).loop.steps
+            self.share[name] = record["step"] / steps
+            if record["kind"] == "train" and record["step_seconds"]:
+                self.readings[name].append(1 / (record["step_seconds"] * steps))
+        self.packing.observe([
+            own[-1] * (2 if self.study.run(runs[name].arm).optimizer.exact else 1)
+            if len(own) >= READINGS else None
+            for name, own in self.readings.items()
+        ])  # fmt: skip

@@ -1,0 +1,220 @@
+"""The verdict: a table of arms and a sentence a comparison, as Markdown and for the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mars.lab.report import units
+from mars.lab.report.statistics import Difference, Spread, first_reach, paired, spread
+from mars.lab.study.choice import Ladder, ladders
+from mars.lab.study.definition import Study
+from mars.lab.study.judge import Judged, judge
+from mars.lab.study.planner import wanted
+from mars.lab.study.results import Result
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm at its best rate. None: not known, or nothing to compare with."""
+
+    ladder: Ladder
+    loss: Spread | None
+    baseline: str | None = None
+    difference: Difference | None = None
+    tokens_ratio: float | None = None  # to the baseline's final loss, of the baseline's own
+    time_ratio: float | None = None
+    step_seconds: float | None = None
+    variance_ratio: float | None = None
+    independent: float | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All that the results of a study say so far."""
+
+    study: Study
+    results: tuple[Result, ...]
+    rows: tuple[Row, ...]
+    judged: tuple[Judged, ...]
+    missing: int  # runs that are known to be wanted
+
+    @property
+    def count(self) -> str:
+        """How far it is, in a few words."""
+        states = Counter(j.state for j in self.judged)
+        said = ", ".join(f"{n} {state}" for state, n in states.items())
+        left = f"{self.missing} wanted next" if self.missing else "complete"
+        return f"{_plural(len(self.results), 'run')}, {left}; {said}"
+
+
+def verdict(study: Study, results: Sequence[Result]) -> Verdict:
+    """Judge what there is."""
+    known = {arm.label for arm in study.arms}
+    results = [result for result in results if result.arm in known]
+    found = ladders(study, results)
+    rows = tuple(_row(study, found, results, arm.label) for arm in study.arms)
+    judged = tuple(judge(study, results))
+    return Verdict(study, tuple(results), rows, judged, len(wanted(study, results)))
+
+
+def at_best(ladder: Ladder, results: Sequence[Result]) -> list[Result]:
+    """The finished runs of an arm at its best rate, by seed."""
+    label, best = ladder.arm.label, ladder.best
+    own = [r for r in results if r.arm == label and r.lr == best and r.final is not None]
+    return sorted(own, key=lambda r: r.seed)
+
+
+def _row(
+    study: Study, found: dict[str, Ladder], results: Sequence[Result], label: str
+) -> Row:  # fmt: skip
+    own = at_best(found[label], results)
+    row = Row(
+        found[label],
+        spread([r.loss for r in own]),
+        step_seconds=_mean([r.step_seconds for r in own]),
+        variance_ratio=_mean([r.variance_ratio for r in own]),
+        independent=_mean([r.independent for r in own]),
+    )
+    base = study.baseline_of(label)
+    theirs = at_best(found[base], results) if base is not None else []
+    if not own or not theirs:
+        return row
+    target = math.fsum(r.loss for r in theirs) / len(theirs)
+    shared = Counter(r.at_once for r in own) & Counter(r.at_once for r in theirs)
+    usual = next(iter(shared.most_common(1)), (0, 0))[0]
+    alike = [[r for r in some if r.at_once == usual] for some in (own, theirs)]
+    return Row(
+        row.ladder, row.loss, base, paired(_finals(own), _finals(theirs)),
+        _ratio(own, theirs, "tokens", target),
+        _ratio(alike[0], alike[1], "seconds", target) if shared else None,
+        row.step_seconds, row.variance_ratio, row.independent,
+    )  # fmt: skip
+
+
+def _finals(results: Sequence[Result]) -> dict[int, float]:
+    return {r.seed: r.loss for r in results}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return math.fsum(known) / len(known) if known else None
+
+
+def _ratio(
+    own: Sequence[Result], theirs: Sequence[Result], axis: str, target: float
+) -> float | None:  # fmt: skip
+    """Where the mean curve reaches the target, relative to where the other does."""
+    reached = [_reach(results, axis, target) for results in (own, theirs)]
+    first, second = reached
+    return first / second if first is not None and second else None
+
+
+def _reach(results: Sequence[Result], axis: str, target: float) -> float | None:
+    steps = set.intersection(*(set(r.curve.get("step", [])) for r in results))
+    columns = []
+    for r in results:
+        at = [i for i, step in enumerate(r.curve.get("step", [])) if step in steps]
+        columns.append([[r.curve[name][i] for i in at] for name in (axis, "loss")])
+    x, y = np.array(columns, dtype=np.float64).mean(axis=0)
+    return first_reach(x, y, target)
+
+
+# In words.
+
+HEAD = ("arm", "best rate", "seeds", "loss", "to", "difference, 95 % interval", "tokens", "time",
+        "step", "Var(c)/Var(g)")  # fmt: skip
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row of the table."""
+    ladder, loss, d = row.ladder, row.loss, row.difference
+    best = ladder.best
+    if best is None:
+        rate = "all diverged" if ladder.losses else "–"
+    else:
+        rate = units.rate(best) + ("" if ladder.bracketed else " (not bracketed)")
+    spread_ = "" if loss is None or loss.sd is None else f" ± {units.loss(loss.sd)}"
+    gap = "–" if d is None else units.signed(d.mean)
+    if d is not None and d.low is not None:
+        gap += f" [{units.signed(d.low)}, {units.signed(d.high)}]"
+    ratio = "–"
+    if row.variance_ratio is not None:
+        ratio = f"{row.variance_ratio:.2f}"
+        ratio += "" if row.independent is None else f" ({row.independent:.2f} if independent)"
+    return (
+        ladder.arm.label, rate, str(0 if loss is None else loss.n),
+        "–" if loss is None else units.loss(loss.mean) + spread_, row.baseline or "–", gap,
+        _share(row, row.tokens_ratio), _share(row, row.time_ratio),
+        units.seconds(row.step_seconds), ratio,
+    )  # fmt: skip
+
+
+def _share(row: Row, value: float | None) -> str:
+    return "–" if row.difference is None or value is None else f"{value:.0%}"
+
+
+def sentence(j: Judged) -> str:
+    """One comparison."""
+    d, said = j.difference, ""
+    if d is not None and d.low is not None and d.high is not None:
+        seeds = f"{d.n} seeds"
+        if j.comparison.claim.kind == "rate":
+            low, mean, high = (math.exp(v) for v in (d.low, d.mean, d.high))
+            said = f" (measured {mean:.2f} times, 95 % interval {low:.2f} to {high:.2f}, {seeds})"
+        else:
+            interval = f"{units.signed(d.low)} to {units.signed(d.high)}"
+            said = f" (difference {units.signed(d.mean)}, 95 % interval {interval}, {seeds})"
+    why = f": {j.why}" if j.why else ""
+    return f"{j.comparison} — {j.state.upper() if j.settled else j.state}{said}{why}."
+
+
+def _table(v: Verdict) -> list[tuple[str, ...]]:
+    """With the columns that hold anything."""
+    rows = [HEAD, *(cells(row) for row in v.rows)]
+    kept = [i for i in range(len(HEAD)) if any(row[i] != "–" for row in rows[1:])]
+    return [tuple(row[i] for i in kept) for row in rows]
+
+
+def terminal(v: Verdict) -> str:
+    """Plain text."""
+    rows = _table(v)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"{v.study.name}: {v.study.question}", f"{v.count}", ""]
+    for row in rows:
+        lines.append("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
+    return "\n".join([*lines, "", *(sentence(j) for j in v.judged)])
+
+
+def markdown(v: Verdict) -> str:
+    """The page verdict.md."""
+    rows = _table(v)
+    marks = ["---"] * len(rows[0])
+    table = [f"| {' | '.join(row)} |" for row in (rows[0], tuple(marks), *rows[1:])]
+    prints = {tuple(sorted(r.fingerprint.items())) for r in v.results}
+    made = sorted({", ".join(f"{k} {x}" for k, x in p if k != "arm") for p in prints})
+    diverged = [r for r in v.results if r.status == "diverged"]
+    lines = [
+        f"# {v.study.name}", "", f"**{v.study.question}**", "",
+        f"Predicted: {v.study.prediction}", "",
+        *(f"- {sentence(j)}" for j in v.judged), "",
+        *table, "",
+        "Loss: final validation loss at the best rate, mean ± standard deviation over seeds. "
+        "Difference: paired by seed (same initial weights, same batches). Tokens, time: to the "
+        "baseline's final loss, relative to the baseline's own; time only between runs that had "
+        "equally much of the device.", "",
+        f"{v.count}.", "",
+    ]  # fmt: skip
+    if diverged:
+        said = ", ".join(f"{r.arm} at {units.rate(r.lr)} (seed {r.seed})" for r in diverged)
+        lines += [f"Diverged: {said}.", ""]
+    lines += ["Made with " + "; ".join(made) + "." if made else "Nothing has been run.", ""]
+    return "\n".join(lines)
+
+
+def _plural(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"

@@ -1,0 +1,131 @@
+"""In a worker process: one run to its end, and the line that is kept of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mars.lab import workers
+from mars.lab.config import Run
+from mars.lab.errors import Diverged, LabError
+from mars.lab.report.runs import RunLog
+from mars.lab.report.runs import read as read_log
+from mars.lab.report.summary import typical
+from mars.lab.study.results import Key, Result
+
+_records: Any = None
+_stopped = False
+
+
+@dataclass(frozen=True)
+class Order:
+    """A run to do."""
+
+    key: Key
+    name: str
+    run: Run
+    fingerprint: dict[str, str]
+    at_once: int
+    command: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How it ended: with a result, stopped by somebody, or failed for a reason."""
+
+    result: Result | None = None
+    failed: str | None = None
+
+
+def begin(records: Any) -> None:
+    """In a worker, first of all: where records go."""
+    global _records
+    _records = records
+    workers.begin()
+
+
+def attempt(order: Order) -> Ended:
+    """Train, or go on training. A run that fails is told, and does not stop the others."""
+    from mars.lab.train import train
+
+    global _stopped
+    if _stopped:
+        return Ended()
+
+    def watch(record: dict[str, Any]) -> None:
+        workers.answer()
+        _records.put((order.name, {k: record.get(k) for k in ("kind", "step", "step_seconds")}))
+
+    began, text = time.monotonic(), ""
+    resumed = Path(order.run.directory, "log.jsonl").exists()
+    with workers.at_work():
+        try:
+            status = train(order.run, command=order.command, watch=watch).status
+        except Diverged as error:
+            status, text = "diverged", str(error)
+        except LabError as error:
+            return Ended(failed=str(error))
+        except Exception as error:  # of an optimizer of somebody's, say: the others go on
+            first = (str(error).splitlines() or [""])[0]
+            return Ended(failed=f"{type(error).__name__}: {first}")
+    if status == "stopped":
+        _stopped = True
+        return Ended()
+    log = read_log(Path(order.run.directory) / "log.jsonl")
+    wall = None if resumed else time.monotonic() - began
+    return Ended(result_of(order, log, wall, text))
+
+
+def result_of(order: Order, log: RunLog, wall: float | None, text: str = "") -> Result:
+    """What is kept of a finished run."""
+    arm, lr, seed = order.key
+    losses = log.valid["loss"]
+    finite = losses[np.isfinite(losses)]
+    step, own = typical(log.train, "step_seconds"), typical(log.train, "optimizer_seconds")
+    memory = log.train.get("memory", np.array([]))
+    memory = memory[np.isfinite(memory)]
+    return Result(
+        arm=arm,
+        lr=lr,
+        seed=seed,
+        status="diverged" if log.final is None else "done",
+        final=_short(log.final),
+        fingerprint=order.fingerprint,
+        best=_short(float(finite.min())) if len(finite) else None,
+        curve={
+            name: [_short(float(v)) for v in log.valid[name][np.isfinite(losses)]]  # type: ignore[misc]
+            for name in ("step", "tokens", "seconds", "loss")
+        },
+        seconds=_short(log.seconds),
+        wall=_short(wall),
+        step_seconds=_short(step),
+        optimizer_share=_short(own / step) if own is not None and step else None,
+        tokens=int(log.progress),
+        memory=float(memory.max()) if len(memory) else None,
+        at_once=order.at_once,
+        variance_ratio=_short(_reading(log, "variance_ratio")),
+        independent=_short(_reading(log, "independent")),
+        text=text,
+        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+
+
+def _reading(log: RunLog, name: str) -> float | None:
+    """The mean of the diagnostics over a run, each group by its number of tensors."""
+    total = weight = 0.0
+    for record in log.diagnostics:
+        for group in record.get("groups") or []:
+            value, tensors = group.get(name), group.get("tensors") or 0
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                total, weight = total + value * tensors, weight + tensors
+    return total / weight if weight else None
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.7g}")

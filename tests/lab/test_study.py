@@ -1,0 +1,292 @@
+"""A real study end to end, its command line, and the variance experiment."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from small_study import HERE, base, result
+
+from mars.lab.cli import main
+from mars.lab.errors import LabError
+from mars.lab.rundir import RunDirectory
+from mars.lab.study import Arm, Claim, Comparison, Study, command, stretch
+from mars.lab.study import variance as v
+from mars.lab.study.planner import Stage, Wanted
+from mars.lab.study.questions import find
+from mars.lab.study.results import Results
+from mars.lab.study.variance_command import text, write
+
+Capture = pytest.CaptureFixture[str]
+
+
+def quick() -> Study:
+    """Two arms of a GPT of a few thousand parameters, 12 steps; found by name below."""
+    return Study(
+        name="quick",
+        question="Is MARS lower?",
+        prediction="It is.",
+        base=base,
+        arms=(
+            Arm(label="AdamW", optimizer="adamw", lr=1e-2, factor=8.0),
+            Arm(label="MARS", optimizer="mars-adamw", lr=1e-2, factor=8.0),
+        ),
+        comparisons=(Comparison(arm="MARS", baseline="AdamW", claim=Claim(kind="lower")),),
+    )
+
+
+NAME = "test_study:quick"
+
+
+def kill_after_a_result(out: Path) -> None:
+    """Begin the study in a process of its own, and kill it when it has one result."""
+    words = [sys.executable, "-m", "mars.lab", "study", NAME, "--out", str(out), "--jobs", "1"]
+    process = subprocess.Popen(words, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL)
+    until(lambda: bool(Results(out).read()))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    until(lambda: all(_free(folder) for folder in out.glob("runs/*")))  # workers end by themselves
+
+
+def until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 100
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def _free(folder: Path) -> bool:
+    try:
+        with RunDirectory(folder).lock():
+            return True
+    except LabError:
+        return False
+
+
+@pytest.mark.slow
+def test_a_study_from_nothing_to_its_verdict(tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "out"
+    kill_after_a_result(out)
+    first = Results(out).read()
+    assert main(["study", NAME, "--out", str(out), "--jobs", "1"]) == 0
+    said = capsys.readouterr()
+    results = Results(out).read()
+    assert results[: len(first)] == first
+    assert "AdamW-lr0.01-s0:" not in said.err, "it was run before the kill"
+    assert len({r.key for r in results}) == len(results) >= 10
+    assert "validation loss" in said.err
+    assert "complete" in said.out
+    assert "MARS: lower than AdamW — " in (out / "verdict.md").read_text()
+    assert (out / "report.html").stat().st_size > 10_000
+    assert not list(out.glob("runs/*/checkpoints")), "checkpoints outlive only unfinished runs"
+    done = next(r for r in results if r.arm == "MARS" and r.lr == 1e-2 and r.seed == 0)
+    assert done.curve["step"][0] == 0
+    assert done.curve["step"][-1] == 12
+    assert done.curve["loss"][-1] == done.final
+    assert done.tokens == 12 * 4 * 16
+    assert next(r for r in results if r.seed == 2).wall is not None
+    assert done.variance_ratio is not None
+    assert set(done.fingerprint) == {"data", "config", "code", "torch", "device", "arm"}
+
+    # The file alone, elsewhere: nothing is run again, and the verdict is the same.
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "results.jsonl").write_bytes((out / "results.jsonl").read_bytes())
+    assert main(["study", NAME, "--out", str(there), "--jobs", "1"]) == 0
+    assert capsys.readouterr().err == ""
+    assert (there / "verdict.md").read_text() == (out / "verdict.md").read_text()
+    assert not (there / "runs").exists()
+    assert main(["study", NAME, "--out", str(there), "--verdict-only"]) == 0
+    assert "MARS: lower than AdamW — " in capsys.readouterr().out
+
+    # One run of other code, and it is refused; nothing changes.
+    path = there / "results.jsonl"
+    lines = path.read_text().splitlines()
+    record = json.loads(lines[0])
+    record["fingerprint"]["code"] = "feedfeedfeed"
+    path.write_text("\n".join([json.dumps(record), *lines[1:]]) + "\n")
+    before = path.read_bytes()
+    assert main(["study", NAME, "--out", str(there), "--jobs", "1"]) == 1
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert "their training code differ (feedfeedfeed: 1 run; " in said.err
+    assert path.read_bytes() == before
+
+
+def long() -> Study:
+    """A run takes longer than the stretch below."""
+    changed = {"loop": {"steps": 3_000_000}}
+    return replace(quick(), name="long", overrides=changed)
+
+
+@pytest.mark.slow
+def test_a_stretch_ends_in_time_and_is_gone_on_with(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stretch, "age", lambda: 0.0)  # pytest began long ago
+    began = time.monotonic()
+    words = ["study", "test_study:long", "--out", str(tmp_path), "--jobs", "1", "--seconds", "14"]
+    assert main(words) == 0
+    assert time.monotonic() - began < 15
+    assert "the time is up: 1 in progress" in capsys.readouterr().err
+    assert Results(tmp_path).read() == []
+    (left,) = tmp_path.glob("runs/*/checkpoints/step-*")
+    assert int(left.name[5:]) > 0
+    (log,) = tmp_path.glob("runs/*/log.jsonl")
+    assert '"status": "stopped"' in log.read_text().splitlines()[-1]
+
+
+def test_an_arm_that_cannot_be_made_here_is_left_out_and_told() -> None:
+    good = quick()
+    bad = Arm(label="odd", optimizer="mars-adamw", lr=1e-2,
+              changes={"optimizer": {"options": {"clip": "sideways"}}})  # fmt: skip
+    found = command._cannot(replace(good, arms=(*good.arms, bad)))
+    assert list(found) == ["odd"]
+    assert "clip" in found["odd"]
+    with pytest.raises(LabError, match="clip"):
+        command._cannot(replace(good, arms=(bad,), comparisons=()))
+
+
+def test_a_run_is_begun_beside_another_only_if_both_can_be_finished(tmp_path: Path) -> None:
+    here = stretch.Stretch(quick(), tmp_path, HERE, seconds=100)
+    want = Wanted(quick().arms[0], 1e-2, 0, Stage.FIRST)
+    here.active = {Future(): want}
+    here.readings = {want.name: []}
+    assert not here._room(90.0)  # nothing is known of its speed
+    here.readings, here.share = {want.name: [0.02]}, {want.name: 0.5}
+    # 25 s alone, 50 beside another, 55 to be sure
+    assert here._room(56.0)
+    assert not here._room(54.0)
+    assert here._room(None)
+
+
+def test_how_many_go_together_is_remembered(tmp_path: Path) -> None:
+    known = [result(quick(), "AdamW", 1e-2, seed, 3.0, at_once=n) for seed, n in enumerate([1, 2])]
+    assert stretch.packed([]) is None
+    assert stretch.packed(known[:1]) is None
+    assert stretch.packed(known) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["clip-50"], 1, "unknown study 'clip-50': did you mean clip-50m?"),
+        (["nowhere:nothing"], 1, "study 'nowhere:nothing' cannot be made"),
+        (["test_study:base"], 1, "cannot be made"),
+        (["test_study:Capture"], 1, "cannot be made"),
+        (["--seconds", "9"], 2, "mars study needs a name"),
+        (["tiny-clip", "--seconds", "1"], 1, "--seconds must be 5 or more, it is 1"),
+        (["tiny-clip", "--seeds", "2"], 1, "--seeds must be 3 or more"),
+        (["tiny-clip", "--jobs", "0"], 1, "--jobs must be 1 or more"),
+        (["tiny-clip", "--second", "9"], 2, "unrecognized"),
+        (["tiny-clip", "--verdict-only"], 1, "runs/study-tiny-clip/results.jsonl is not there"),
+        (["clip-50m", "--out", "x"], 1, "data/text is not there: make it with `mars data"),
+        (["clip-50m", "--data", "gone.bin", "--out", "x"], 1, "gone.bin"),
+        (["variance", "--seeds", "0"], 1, "--seeds must be 1 or more"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(
+    words: list[str], code: int, said: str, tmp_path: Path, capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main(["study", *words]) == code
+    found = capsys.readouterr()
+    assert said in found.err
+    assert found.err.startswith("mars: error: ")
+    assert found.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_list_says_what_each_asks_and_how_far_it_is(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs/study-tiny-optimizers"
+    folder.mkdir(parents=True)
+    of = find("tiny-optimizers")
+    Results(folder).add([result(of, "AdamW", 1e-2, 0, 2.5)])
+    assert main(["study"]) == 0
+    said = capsys.readouterr().out
+    assert "optimizers-50m\n  A 50M-parameter GPT" in said
+    assert "[1 run, " in said
+    assert "variance" in said
+
+
+# The second half of question 2.
+
+SMALL = v.Experiment(
+    rates=(1e-5, 1e-2), batches=(4,), seeds=1, betas=(0.9,), gammas=(0.1, 1.0), steps=40,
+    windows=64, every=10, redraws=16, early=(10, 20), late=(30, 40), warmup=1,
+)  # fmt: skip
+
+
+def test_variance_is_what_the_theory_says_where_it_must_be() -> None:
+    torch.manual_seed(0)
+    rows = []
+    for rate in SMALL.rates:
+        rows += v.summary(SMALL, rate, 4, list(v.follow(SMALL, rate, 4, 0)))
+    late = {(r["lr"], r["mode"], r["gamma"]): r for r in rows if r["part"] == v.LATE}
+    still = 1e-5  # hardly moves: noise alone
+    for gamma in SMALL.gammas:
+        approximate = late[still, v.APPROXIMATE, gamma]
+        assert approximate["variance_ratio"] == pytest.approx(approximate["independent"], rel=0.2)
+        assert late[still, v.EXACT, gamma]["variance_ratio"] == pytest.approx(1, rel=0.01)
+        assert late[still, v.EXACT, gamma]["to_plain"] == pytest.approx(1, rel=0.05)
+    # m = (1−γ)·EMA(g) + γ·g: at γ = 1 it is the last gradient, with all of its noise.
+    alone = late[still, v.APPROXIMATE, 1.0]
+    assert alone["error"] == pytest.approx(alone["noise"], rel=0.6)
+    assert late[still, v.PLAIN, 0.0]["to_plain"] == 1.0
+    assert len(rows) == 2 * 2 * (1 + 2 * 2)
+
+
+def test_averages_are_those_of_the_library() -> None:
+    """The shadow of approximate MARS is the first moment that mars.MARS itself keeps."""
+    import mars
+
+    e = v.Experiment(gammas=(0.1,), betas=(0.9,))
+    averages = v._Averages(e, 6)
+    x = torch.zeros(2, 3, requires_grad=True)
+    optimizer = mars.MARS([x], lr=0.0, betas=(0.9, 0.99), gamma=0.1, clip=None)
+    last = None
+    for step in range(5):
+        g = torch.randn(6, generator=torch.Generator().manual_seed(step))
+        if step == 0:  # the library begins with h = 0: c = (1+κ)g
+            averages.add(g, torch.zeros(6), torch.zeros(6))
+        else:
+            assert last is not None
+            averages.add(g, last, g)
+        x.grad = g.view(2, 3).clone()
+        optimizer.step()
+        last = g
+    own = averages.m[averages.keys.index((v.APPROXIMATE, 0.1, 0.9))]
+    assert torch.allclose(own.view(2, 3), optimizer.state[x]["exp_avg"], atol=1e-6)
+
+
+def test_the_variance_files(tmp_path: Path) -> None:
+    rows = []
+    for lr in (1e-3, 1e-2):
+        for batch in (8, 64):
+            for part in (v.EARLY, v.LATE):
+                for mode in (v.PLAIN, v.APPROXIMATE, v.EXACT):
+                    for gamma in (0.0,) if mode == v.PLAIN else (0.025, 0.1, 0.5, 1.0):
+                        rows.append({
+                            "part": part, "lr": lr, "batch": batch, "mode": mode, "gamma": gamma,
+                            "beta1": 0.95, "error": 0.5, "to_plain": 1.0, "variance_ratio": 2.0,
+                            "independent": v.independent(gamma, 0.95), "noise": 1.0, "turn": 0.5,
+                        })  # fmt: skip
+    write(v.Experiment(), rows, tmp_path, 1.0)
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert len(found["rows"]) == len(rows)
+    assert found["about"]["experiment"]["gammas"][1] == 0.025
+    assert (tmp_path / "variance.png").read_bytes()[:4] == b"\x89PNG"
+    assert "| 8 | 0.001 | 2.00 (2.40) |" in text(rows)

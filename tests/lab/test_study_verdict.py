@@ -1,0 +1,353 @@
+"""What is kept of runs, what may be compared, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from small_study import HERE, result, study
+
+import mars
+from mars.lab import tasks
+from mars.lab.errors import LabError
+from mars.lab.study import Arm, Claim, Comparison
+from mars.lab.study import fingerprint as prints
+from mars.lab.study.choice import ladders
+from mars.lab.study.judge import Judged, judge, seeds_needed
+from mars.lab.study.page import write
+from mars.lab.study.questions import STUDIES, find
+from mars.lab.study.results import Results
+from mars.lab.study.verdict import markdown, sentence, terminal, verdict
+
+RATES = (5e-3, 1e-2, 2e-2)
+
+
+def grid(of, losses: dict[str, list[float]]) -> list:
+    """Losses by seed at the middle rate; both neighbours are worse by 1 at seed 0."""
+    return [
+        result(of, arm, lr, seed, loss + (lr != 1e-2))
+        for arm, own in losses.items()
+        for lr in RATES
+        for seed, loss in enumerate(own)
+        if lr == 1e-2 or seed == 0
+    ]
+
+
+# The results file.
+
+
+def test_results_are_read_as_they_were_added(tmp_path: Path) -> None:
+    of, file = study(), Results(tmp_path)
+    assert file.read() == []
+    first, second = result(of, "AdamW", 1e-2, 0, 3.0), result(of, "MARS", 1e-2, 0, math.inf)
+    file.add([first])
+    file.add([second])
+    assert file.read() == [first, second]
+    assert file.read()[1].loss == math.inf
+
+
+def test_a_torn_last_line_is_dropped_and_the_next_begins_a_line(tmp_path: Path) -> None:
+    of, file = study(), Results(tmp_path)
+    file.add([result(of, "AdamW", 1e-2, s, 3.0) for s in range(2)])
+    whole = file.path.read_bytes()
+    for cut in (1, 40, len(whole) // 2 - 10):  # a kill in the middle of writing the second
+        file.path.write_bytes(whole[:-cut])
+        assert [r.seed for r in file.read()] == [0]
+    file.add([result(of, "AdamW", 1e-2, 7, 3.0)])
+    assert [r.seed for r in file.read()] == [0, 7]
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    of, file = study(), Results(tmp_path)
+    file.add([result(of, "AdamW", 1e-2, s, 3.0) for s in range(3)])
+    lines = file.path.read_text().splitlines(keepends=True)
+    for bad in ("{}\n", "nonsense\n", lines[1].replace('"final": 3.0', '"final": null')):
+        file.path.write_text(lines[0] + bad + lines[2])
+        with pytest.raises(LabError, match=r"results\.jsonl: line 2 is damaged"):
+            file.read()
+    file.path.write_text(lines[0].replace('"format": 1', '"format": 2'))
+    with pytest.raises(LabError, match="another format"):
+        file.read()
+
+
+def test_two_machines_files_are_one_after_the_other(tmp_path: Path) -> None:
+    of, file = study(), Results(tmp_path)
+    file.add([result(of, "AdamW", 1e-2, 0, 3.0), result(of, "AdamW", 1e-2, 1, 3.1)])
+    file.add([result(of, "AdamW", 1e-2, 0, 9.0), result(of, "AdamW", 1e-2, 2, 3.2)])
+    assert [(r.seed, r.final) for r in file.read()] == [(0, 3.0), (1, 3.1), (2, 3.2)]
+
+
+# What may be compared.
+
+
+def test_other_code_is_refused_with_counts_unless_declared_the_same(tmp_path: Path) -> None:
+    of = study()
+    old = {**HERE, "code": "feedfeedfeed", "arm": prints.of_arm(of, of.arms[0])}
+    known = [result(of, "AdamW", 1e-2, s, 3.0) for s in range(2)]
+    mixed = [*known, result(of, "AdamW", 1e-2, 2, 3.0, fingerprint=old)]
+    prints.check(of, known, tmp_path, HERE)
+    with pytest.raises(LabError) as refused:
+        prints.check(of, mixed, tmp_path, HERE)
+    said = str(refused.value)
+    assert "training code" in said
+    assert "0123456789ab: 2 runs, and this machine now; feedfeedfeed: 1 run" in said
+    assert "\n" not in said
+    with pytest.raises(LabError, match="training code"):  # here alone is other
+        prints.check(of, known, tmp_path, {**HERE, "code": "aaaa"})
+    file = tmp_path / prints.EQUIVALENTS
+    entry = {"part": "code", "same": ["01234567", "feedfeed"], "reason": "a docstring"}
+    file.write_text(json.dumps([entry]))
+    prints.check(of, mixed, tmp_path, HERE)
+    file.write_text(json.dumps([{**entry, "reason": " "}]))
+    with pytest.raises(LabError, match="reason"):
+        prints.check(of, mixed, tmp_path, HERE)
+
+
+@pytest.mark.parametrize("part", list(prints.PARTS))
+def test_every_part_counts(tmp_path: Path, part: str) -> None:
+    of = study()
+    other = {**HERE, part: "other", "arm": prints.of_arm(of, of.arms[0])}
+    known = [
+        result(of, "AdamW", 1e-2, 0, 3.0),
+        result(of, "AdamW", 1e-2, 1, 3.0, fingerprint=other),
+    ]
+    with pytest.raises(LabError, match="cannot be compared"):
+        prints.check(of, known, tmp_path)
+
+
+def test_an_arm_that_has_changed_since_is_refused(tmp_path: Path) -> None:
+    before = study()
+    known = [result(before, "MARS", 1e-2, 0, 3.0)]
+    options = {"optimizer": {"gamma": 0.1}}
+    arms = (before.arms[0], Arm(label="MARS", optimizer="mars-adamw", lr=1e-2, changes=options))
+    with pytest.raises(LabError, match=r"'MARS' in .* was run with other settings"):
+        prints.check(study(arms=arms), known, tmp_path)
+    faster = (before.arms[0], Arm(label="MARS", optimizer="mars-adamw", lr=5e-3))
+    prints.check(study(arms=faster), known, tmp_path)  # another first rate is no other arm
+
+
+def test_an_arm_that_differs_in_more_than_it_says_is_refused() -> None:
+    usual = study()
+
+    def unfair(optimizer: str):
+        run = usual.base(optimizer)
+        return run.replace(loop={"batch_size": 8}) if optimizer == "mars-adamw" else run
+
+    usual.common()
+    with pytest.raises(LabError, match=r"MARS has loop\.batch_size = 8, AdamW 4"):
+        study(base=unfair).common()
+
+
+def test_code_that_can_change_numbers_is_in_the_fingerprint() -> None:
+    """All that the step imports is either counted, or named here as harmless."""
+    root = Path(mars.__file__).parent
+    counted = {p for pattern in prints.TRAINING for p in root.glob(pattern)}
+    assert all(any(root.glob(pattern)) for pattern in prints.TRAINING)
+    harmless = {
+        "lab/clock.py", "lab/config.py", "lab/errors.py", "lab/parallel.py", "lab/dtensors.py",
+        "lab/rundir.py", "lab/safefile.py", "lab/sealed.py", "lab/tensorfile.py",
+        "lab/plainfile.py",
+        "lab/retention.py", "lab/saver.py", "lab/sharded.py", "lab/__init__.py", "__init__.py",
+        "convert.py", "diagnostics.py", "explain.py", "schedules.py", "lab/data/__init__.py",
+        "lab/data/manifest.py", "lab/data/embedded.py", "lab/data/writing.py",
+        "lab/data/command.py", "lab/data/documents.py", "lab/data/hub.py",
+        "lab/data/preparation.py",  # these make data, which are in the fingerprint themselves
+    }  # fmt: skip
+    todo, seen = [root / "lab/loop.py"], set()
+    while todo:
+        path = todo.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        todo += _imported(path, root)
+    missing = {p.relative_to(root).as_posix() for p in seen - counted} - harmless
+    # What opens and makes images, too.
+    assert not {name for name in missing if not name.startswith("lab/images/")}
+
+
+def _imported(path: Path, root: Path) -> list[Path]:
+    import ast
+
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mars":
+            for name in (node.module, *(f"{node.module}.{a.name}" for a in node.names)):
+                place = root.joinpath(*str(name).split(".")[1:])
+                found += [
+                    p for p in (place.with_suffix(".py"), place / "__init__.py") if p.exists()
+                ]
+    return found
+
+
+# Verdicts, against numbers worked out by hand.
+
+
+def judged(claim: Claim, mars: list[float], adamw: list[float], **fields: object) -> Judged:
+    of = study(comparisons=(Comparison(arm="MARS", baseline="AdamW", claim=claim),), **fields)
+    (found,) = judge(of, grid(of, {"AdamW": adamw, "MARS": mars}))
+    return found
+
+
+def test_the_interval_is_students() -> None:
+    """Differences −0.1, −0.2, −0.3: mean −0.2, sd 0.1, t(2) = 4.303, half width 0.2484."""
+    found = judged(Claim(kind="lower"), [2.9, 2.8, 2.7], [3.0, 3.0, 3.0])
+    assert found.difference is not None
+    assert found.difference.mean == pytest.approx(-0.2)
+    assert found.difference.low == pytest.approx(-0.4484, abs=1e-4)
+    assert found.difference.high == pytest.approx(0.0484, abs=1e-4)
+    assert found.state == "not resolved"
+    # t(3)·0.1/√4 = 0.159 < 0.2: one more seed.
+    assert found.more == 1
+    assert "about 1 more" in found.why
+
+
+def test_lower_holds_does_not_hold_and_by_how_much() -> None:
+    mars, adamw = [2.89, 2.90, 2.91], [3.0, 3.0, 3.0]  # −0.1 ± 0.0248
+    assert judged(Claim(kind="lower"), mars, adamw).state == "holds"
+    assert judged(Claim(kind="lower", by=0.05), mars, adamw).state == "holds"
+    assert judged(Claim(kind="lower", by=0.09), mars, adamw).state == "not resolved"
+    assert judged(Claim(kind="lower", by=0.13), mars, adamw).state == "does not hold"
+    assert judged(Claim(kind="lower"), adamw, mars).state == "does not hold"
+
+
+def test_within_needs_the_whole_interval_inside() -> None:
+    mars, adamw = [3.001, 3.0, 2.999], [3.0, 3.0, 3.0]  # 0 ± 0.0025
+    assert judged(Claim(kind="within", by=0.01), mars, adamw).state == "holds"
+    assert judged(Claim(kind="within", by=0.001), mars, adamw).state == "not resolved"
+    away = [value + 0.1 for value in mars]
+    assert judged(Claim(kind="within", by=0.01), away, adamw).state == "does not hold"
+
+
+def test_seeds_that_would_resolve_it() -> None:
+    # mean −0.01, sd 0.01: t·0.01/√n < 0.01 first at n = 7 (t(6) = 2.447 < √7; t(5) = 2.571 > √6).
+    assert seeds_needed([-0.02, -0.01, 0.0], -math.inf, 0.0) == 7
+    assert seeds_needed([-1.0, 1.0], -math.inf, 0.0) is None
+    assert seeds_needed([1e-9, 1.0, -1.0], -math.inf, 0.0) == 1001
+
+
+def test_nothing_is_resolved_before_rates_are_bracketed_and_seeds_run() -> None:
+    of = study()
+    known = grid(of, {"AdamW": [3.0, 3.0, 3.0], "MARS": [2.0, 2.0, 2.0]})
+    edge = [r for r in known if (r.arm, r.lr) != ("AdamW", 2e-2)]
+    assert "AdamW's best rate is not bracketed" in judge(of, edge)[0].why
+    few = [r for r in known if r.seed < 2]
+    assert judge(of, few)[0].why == "2 of 3 seeds have been run"
+    assert judge(of, few)[0].more == 1
+    assert judge(of, [])[0].why == "MARS has no run yet"
+    assert judge(of, known)[0].state == "holds"
+
+
+def test_a_difference_of_differences_is_paired_too() -> None:
+    labels = ("A, small", "M, small", "A, large", "M, large")
+    of = study(
+        arms=tuple(Arm(label=n, optimizer="adamw", lr=1e-2) for n in labels),
+        comparisons=(
+            Comparison(arm="M, large", baseline="A, large", claim=Claim(kind="lower", by=0.05),
+                       than=("M, small", "A, small")),
+        ),
+    )  # fmt: skip
+    seeds = [0.3, 0.1, -0.4]  # the same luck for all: it cancels
+    losses = {"A, small": 3.0, "M, small": 2.99, "A, large": 4.0, "M, large": 3.9}
+    (found,) = judge(of, grid(of, {n: [v + s for s in seeds] for n, v in losses.items()}))
+    assert found.state == "holds"
+    assert found.difference is not None
+    assert found.difference.mean == pytest.approx(-0.09)
+
+
+def test_the_vertex_of_a_parabola_is_found_between_rungs() -> None:
+    of = study()
+    known = [
+        result(of, "AdamW", lr, 0, math.log(lr / 1.3e-2) ** 2) for lr in RATES
+    ]  # fmt: skip
+    assert ladders(of, known)["AdamW"].vertex(0) == pytest.approx(1.3e-2)
+
+
+def test_tables_say_ratios_and_what_diverged() -> None:
+    of = study()
+    known = grid(of, {"AdamW": [3.0, 3.02, 2.98], "MARS": [2.5, 2.52, 2.48]})
+    known.append(result(of, "AdamW", 0.16, 0, math.inf))
+    v = verdict(of, known)
+    mars = next(row for row in v.rows if row.ladder.arm.label == "MARS")
+    # From 3.5 at 600 to 2.5 at 1200 tokens: 3.0 at 900 of the baseline's 1200.
+    assert mars.tokens_ratio == pytest.approx(0.75)
+    assert mars.time_ratio == pytest.approx(0.75)
+    page = markdown(v)
+    assert "MARS: lower than AdamW — HOLDS (difference −0.5000" in page
+    assert "| MARS | 0.01 | 3 | 2.5000 ± 0.0200 | AdamW | −0.5000 [" in page
+    assert "Diverged: AdamW at 0.16 (seed 0)." in page
+    assert "complete" in page
+    assert sentence(v.judged[0]) in terminal(v)
+
+
+def test_times_of_runs_that_shared_the_device_differently_do_not_compare() -> None:
+    of = study()
+    known = grid(of, {"AdamW": [3.0, 3.0, 3.0]})
+    known += [result(of, "MARS", lr, 0, 2.0 + (lr != 1e-2), at_once=2) for lr in RATES]
+    rows = {row.ladder.arm.label: row for row in verdict(of, known).rows}
+    assert rows["MARS"].tokens_ratio is not None
+    assert rows["MARS"].time_ratio is None
+
+
+def test_the_report_is_made_from_results_alone(tmp_path: Path) -> None:
+    of = study()
+    known = grid(of, {"AdamW": [3.0, 3.02, 2.98], "MARS": [2.5, 2.52, 2.48]})
+    known.append(result(of, "AdamW", 4e-2, 0, math.inf))
+    (page,) = write(verdict(of, known), tmp_path)
+    text = page.read_text()
+    assert page.name == "report.html"
+    assert "MARS is lowest, at a validation loss of 2.5000, 0.5000 below AdamW" in text
+    assert "2.5000" in text
+    data = json.loads(text.split('type="application/json"')[1].split(">", 1)[1].split("<")[0])
+    rates = {curve["label"]: curve for curve in data["rates"]}
+    assert [p["lr"] for p in rates["AdamW"]["points"]] == [*RATES, 4e-2]
+    assert rates["AdamW"]["points"][-1]["dead"] == 1
+    assert write(verdict(of, []), tmp_path) == []
+
+
+def test_arms_of_other_batch_sizes_have_pages_of_their_own(tmp_path: Path) -> None:
+    of = find("tiny-batch")
+    known = [result(of, arm.label, arm.lr, 0, 3.0) for arm in of.arms]
+    names = {page.name for page in write(verdict(of, known), tmp_path)}
+    assert names == {"report-batch16.html", "report-batch128.html"}
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_studies_are_fair_and_ask_something(name: str) -> None:
+    of = find(name)
+    assert of.name == name
+    assert of.common()["model.n_layer"] > 0
+    assert of.question.endswith("?")
+    assert of.comparisons
+    compared = {label for c in of.comparisons for label in c.arms}
+    assert compared == {arm.label for arm in of.arms}
+    for arm in of.arms:
+        low, high = (of.run(arm, arm.rate(k)) for k in (-1, 1))
+        assert high.optimizer.lr > low.optimizer.lr
+        if low.optimizer.lr_1d is not None and high.optimizer.lr_1d is not None:
+            ratio = high.optimizer.lr_1d / low.optimizer.lr_1d
+            assert ratio == pytest.approx(high.optimizer.lr / low.optimizer.lr, rel=1e-2)
+
+
+def test_committed_studies_have_the_tokens_that_they_say() -> None:
+    def per_step(name: str) -> dict[str, int]:
+        return {a.label: tasks.of(find(name).run(a)).per_step for a in find(name).arms}
+
+    tokens = {
+        name: {find(name).run(a).loop.steps * per_step(name)[a.label] for a in find(name).arms}
+        for name in ("optimizers-50m", "batch-50m", "gpt2-small")
+    }
+    assert min(tokens["optimizers-50m"]) >= 58.9e6
+    assert len(tokens["batch-50m"]) == 1
+    assert 200e6 <= min(tokens["gpt2-small"]) <= 4 * 56e6
+    assert set(per_step("batch-50m").values()) == {64 * 1024, 512 * 1024}
+
+
+def test_a_study_that_cannot_be_is_refused() -> None:
+    with pytest.raises(LabError, match="seeds must be 3 or more"):
+        study(seeds=2)
+    with pytest.raises(LabError, match="'Muon' is compared, but is no arm"):
+        study(comparisons=(Comparison(arm="Muon", baseline="AdamW", claim=Claim(kind="lower")),))
+    with pytest.raises(LabError, match="the same label"):
+        study(arms=(study().arms[0],) * 2)
