@@ -32,7 +32,7 @@ def shards(out: Path, length: int = 6) -> Run:
 
 def end(made: Run) -> list[torch.Tensor]:
     """Weights and state of the optimizer at the end, in one process."""
-    training, *_ = prepare(made.replace(loop={"parallel": "auto"}))
+    training = prepare(made.replace(loop={"parallel": "auto"}))
     path = checkpoint.newest(Path(made.directory), print)
     assert path is not None
     training.restore(path)
