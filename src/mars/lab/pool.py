@@ -5,17 +5,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
-import sys
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from mars.lab import workers
 from mars.lab.config import Run
 from mars.lab.errors import Diverged, LabError
+from mars.lab.progress import Shown
 from mars.lab.report import units
 
 FAILED = "failed: "
@@ -120,37 +119,32 @@ def _finish(futures: dict[Future[str], Job], board: Board) -> None:
             board.finish(job.name, future.result())
 
 
-class Board:
+class Board(Shown):
     """How far each run is, and how long all of them will take."""
 
     def __init__(self, jobs: list[Job], processes: int) -> None:
+        super().__init__()
         self.jobs = {job.name: job for job in jobs}
         self.processes = processes
         self.step = dict.fromkeys(self.jobs, 0)
         self.ended: dict[str, str] = {}
         self.valid: dict[str, str] = {}  # what the last validation found
         self.pace: dict[str, float] = {}  # seconds of a step, by optimizer
-        self.bar: Any = None
 
-    def __enter__(self) -> Board:
-        if sys.stderr.isatty():
-            self.bar, self.total, self.lines = _bars(self.jobs)
-            self.bar.start()
-        return self
+    def columns(self) -> list[Any]:
+        from rich.progress import BarColumn, TextColumn
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
-        if self.bar is not None:
-            self.bar.stop()
+        texts = ("{task.description:32}", "{task.percentage:3.0f}%", "{task.fields[status]}")
+        name, share, status = map(TextColumn, texts)
+        return [name, BarColumn(), share, status]
 
-    def say(self, text: str) -> None:
-        if self.bar is not None:
-            self.bar.console.print(text, highlight=False)
-        else:
-            sys.stderr.write(text + "\n")
-            sys.stderr.flush()
+    def begin(self) -> None:
+        steps = {name: job.run.loop.steps for name, job in self.jobs.items()}
+        self.total = self.bar.add_task("all", total=sum(steps.values()), status="")
+        self.lines = {
+            name: self.bar.add_task(name, total=total, status="", visible=False)
+            for name, total in steps.items()
+        }
 
     def take(self, name: str, record: dict[str, Any]) -> None:
         """A record of a run."""
@@ -204,23 +198,3 @@ class Board:
         shown = name not in self.ended and self.step[name] > 0
         loss = f"valid {self.valid[name]}" if name in self.valid else ""
         self.bar.update(self.lines[name], completed=self.step[name], visible=shown, status=loss)
-
-
-def _bars(jobs: dict[str, Job]) -> tuple[Any, Any, dict[str, Any]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    bar = Progress(
-        TextColumn("{task.description:32}"),
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f}%"),
-        TextColumn("{task.fields[status]}"),
-        console=Console(stderr=True),
-    )
-    steps = sum(job.run.loop.steps for job in jobs.values())
-    total = bar.add_task("all", total=steps, status="")
-    lines = {
-        name: bar.add_task(name, total=job.run.loop.steps, status="", visible=False)
-        for name, job in jobs.items()
-    }
-    return bar, total, lines

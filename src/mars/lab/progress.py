@@ -5,37 +5,35 @@ from __future__ import annotations
 import contextlib
 import sys
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from mars.lab.report import units
 
+T = TypeVar("T", bound="Shown")
 
-class Progress:
-    """Watches the records of a run (``train(run, watch=progress)``)."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps, self.valid = steps, ""
-        self.last: dict[str, Any] = {}
+class Shown:
+    """Bars in a terminal, if there is one and rich is installed; lines on standard error else."""
+
+    def __init__(self) -> None:
         self.bar: Any = None
-        self.task: Any = None
 
-    def __enter__(self) -> Progress:
+    def columns(self) -> list[Any]:
+        """What a bar consists of."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Add the bars that are there from the start."""
+
+    def __enter__(self: T) -> T:
         if sys.stderr.isatty():
-            try:
+            with contextlib.suppress(ImportError):
                 from rich.console import Console
-                from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
                 from rich.progress import Progress as Bar
-            except ImportError:
-                return self
-            self.bar = Bar(
-                TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(),
-                TextColumn("{task.description}"),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-            )
-            self.bar.start()
-            self.task = self.bar.add_task("starting", total=self.steps)
+
+                self.bar = Bar(*self.columns(), console=Console(stderr=True))
+                self.bar.start()
+                self.begin()
         return self
 
     def __exit__(
@@ -43,8 +41,35 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         if self.bar is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the terminal has gone
                 self.bar.stop()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self.bar is not None:
+            self.bar.console.print(text, highlight=False)
+        else:
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
+
+
+class Progress(Shown):
+    """Watches the records of a run (``train(run, watch=progress)``)."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps, self.valid = steps, ""
+        self.last: dict[str, Any] = {}
+        self.task: Any = None
+
+    def columns(self) -> list[Any]:
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+
+        steps, text = map(TextColumn, ("step {task.completed}/{task.total}", "{task.description}"))
+        return [steps, BarColumn(), text, TimeRemainingColumn()]
+
+    def begin(self) -> None:
+        self.task = self.bar.add_task("starting", total=self.steps)
 
     def __call__(self, record: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the terminal or the reader has gone; training has not
@@ -63,12 +88,12 @@ class Progress:
             self.valid = f"{record['loss']:.4f}{right}"
             if self.bar is None:
                 place = f"step {record['step']}/{self.steps}, {_place(record)}"
-                self._say(
+                self.say(
                     f"{place}, {units.seconds(record['seconds'])}: validation loss {self.valid}"
                 )
         elif kind == "event":
             named = record["what"] in ("resumed", "extended")
-            self._say(f"{record['what']} {record['text']}" if named else record["text"])
+            self.say(f"{record['what']} {record['text']}" if named else record["text"])
         if self.bar is not None and self.last:
             self.bar.update(self.task, description=self._describe(self.last))
 
@@ -84,13 +109,6 @@ class Progress:
         if record["mfu"]:
             parts.append(f"{record['mfu']:.0%} MFU")
         return "  ".join(parts)
-
-    def _say(self, text: str) -> None:
-        if self.bar is not None:
-            self.bar.console.print(text, highlight=False)
-        else:
-            sys.stderr.write(text + "\n")
-            sys.stderr.flush()
 
 
 def _place(record: dict[str, Any]) -> str:

@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from types import TracebackType
 from typing import Any
 
+from mars.lab.progress import Shown
 from mars.lab.report import units
 
 
-class Display:
+class Display(Shown):
     """Runs in progress, how many are to come, and the time left."""
 
     def __init__(self, deadline: float | None) -> None:
+        super().__init__()
         self.deadline = deadline
         self.done = 0
-        self.bar: Any = None
         self.lines: dict[str, Any] = {}
 
-    def __enter__(self) -> Display:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn
+    def columns(self) -> list[Any]:
+        from rich.progress import BarColumn, TextColumn
 
-            self.bar = Progress(
-                TextColumn("{task.description:40}"), BarColumn(),
-                TextColumn("{task.percentage:3.0f}% {task.fields[status]}"),
-                console=Console(stderr=True),
-            )  # fmt: skip
-            self.bar.start()
-        return self
+        status = TextColumn("{task.percentage:3.0f}% {task.fields[status]}")
+        return [TextColumn("{task.description:40}"), BarColumn(), status]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
-        if self.bar is not None:
-            self.bar.stop()
-
-    def say(self, text: str) -> None:
-        if self.bar is not None:
-            self.bar.console.print(text, highlight=False)
-        else:
-            sys.stderr.write(text + "\n")
-            sys.stderr.flush()
-
-    def begin(self, name: str, steps: int) -> None:
+    def add(self, name: str, steps: int) -> None:
         if self.bar is not None:
             self.lines[name] = self.bar.add_task(name, total=steps, status="")
 

@@ -140,7 +140,7 @@ class Stretch:
             order = self._order(want)
             self.active[pool.submit(worker.attempt, order)] = want
             self.readings = {name: [] for name in (*self.readings, want.name)}
-            self.display.begin(want.name, order.run.loop.steps)
+            self.display.add(want.name, order.run.loop.steps)
         return bool(self.active)
 
     def _pick(self, left: float | None, beside: bool) -> Wanted | None:
