@@ -23,7 +23,7 @@ from mars.lab.study.definition import Study
 from mars.lab.study.display import Display
 from mars.lab.study.estimates import RESERVE, estimate
 from mars.lab.study.packing import LIMIT, READINGS, Packing
-from mars.lab.study.planner import Wanted, pick, wanted
+from mars.lab.study.planner import Stage, Wanted, pick, wanted
 from mars.lab.study.results import Key, Result, Results
 from mars.lab.study.worker import Ended, Order
 
@@ -77,6 +77,8 @@ class Stretch:
 
     def go(self) -> dict[str, str] | None:
         """Run until the time is up or nothing is wanted: what failed, or None if interrupted."""
+        for result in self.results:  # a kill may have come between a result and this
+            self._tidy(result)
         context = multiprocessing.get_context("spawn")
         records = context.Queue()
         with workers.terminable(), Display(self.deadline) as self.display:
@@ -193,8 +195,7 @@ class Stretch:
         if ended.result is not None:
             self.file.add([ended.result])
             self.results.append(ended.result)
-            if not (self.study.keep_checkpoints and ended.result.status == "done"):
-                shutil.rmtree(self._folder(want) / "checkpoints", ignore_errors=True)
+            self._tidy(ended.result)
             loss = ended.result.final
             text = "diverged" if loss is None else f"validation loss {units.loss(loss)}"
             self.display.end(want.name, text, len(self._wanted()), self._left())
@@ -202,6 +203,14 @@ class Stretch:
             self.packing.fewer()  # the run is begun again, with more room
         elif ended.failed is not None:
             self.failed[want.key] = ended.failed
+
+    def _tidy(self, result: Result) -> None:
+        """A finished run needs no checkpoints, unless they are for an evaluation."""
+        kept = self.study.keep_checkpoints and result.status == "done"
+        if kept or result.arm not in {arm.label for arm in self.study.arms}:
+            return
+        want = Wanted(self.study.arm(result.arm), result.lr, result.seed, Stage.SEEDS)
+        shutil.rmtree(self._folder(want) / "checkpoints", ignore_errors=True)
 
     def _drain(self, records: Any) -> None:
         """Take what runs have said; let it decide how many go together."""
