@@ -42,7 +42,7 @@ class Training:
             raise LabError("optimizer.exact does not go with loop.skip_nan")
         self.is_mars = isinstance(self.optimizer, mars.MARS)
         compile_ = self.device.type == "cuda" if loop.compile is None else loop.compile
-        self.loss_of = self.wrapped = wrapping.wrap(model, self.world, compile_, task.dynamic)
+        self.loss_of = self.wrapped = wrapping.wrap(model, self.world, compile_)
         self.step = 0
         self.skips = 0  # steps skipped just now, in a row
         self.clock = Clock(self.device)
@@ -175,8 +175,10 @@ class Training:
         for start in range(0, count, most * self.world.size):
             first = min(start + most * self.world.rank, count)
             rows = min(most, count - first)
-            # A process with nothing left joins in all the same: FSDP2 gathers its shards.
-            batch = task.held_out_rows(first, first + rows) if rows else task.held_out_rows(0, 1)
+            # A process with nothing left joins in all the same: FSDP2 gathers its shards. It takes
+            # as many rows as there are in other parts, for which the model is compiled.
+            wanted = (first, first + rows) if rows else (0, min(most, count))
+            batch = task.held_out_rows(*wanted)
             with self._autocast():
                 measured = task.measure(self.loss_of, batch)
             total += measured * rows

@@ -35,16 +35,18 @@ def make(task: Task, world: World, device: torch.device, dtype: torch.dtype) -> 
     return model
 
 
-def wrap(
-    model: nn.Module, world: World, compile_: bool, dynamic: bool | None = None
-) -> Callable[..., Tensor]:
-    """What is called for the loss; the model itself keeps the names of its parameters."""
+def wrap(model: nn.Module, world: World, compile_: bool) -> Callable[..., Tensor]:
+    """What is called for the loss; the model itself keeps the names of its parameters.
+
+    It is compiled for every shape anew: else the other number of rows in a validation, which comes
+    first, would make torch compile the training for any number of rows, and that is slower.
+    """
     if compile_ and world.mode == "fsdp2" and isinstance(model, GPT):
         # FSDP2 gathers parameters in hooks: those stay outside of what is compiled.
         for piece in model.pieces:
-            piece.forward = torch.compile(piece.forward)
+            piece.forward = torch.compile(piece.forward, dynamic=False)
     elif compile_:
-        model.compile(dynamic=dynamic)  # in place: names of parameters stay
+        model.compile(dynamic=False)  # in place: names of parameters stay
     if world.mode != "ddp":
         return model
     device = next(model.parameters()).device
