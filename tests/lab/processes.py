@@ -106,6 +106,18 @@ def disturb(rank: int, step: int, do: Callable[[Any], None], *configs: Any) -> A
     return train_all(*configs)
 
 
+def without_memory(rank: int, config: Any) -> Any:
+    """Train where one rank's GPU is somebody else's."""
+    from mars.lab import wrapping
+
+    def make(*_: Any) -> Any:
+        raise RuntimeError("CUDA out of memory")
+
+    if int(os.environ["RANK"]) == rank:
+        wrapping.make = make
+    return train_all(config)
+
+
 def terminate(training: Any) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -152,6 +164,7 @@ def save_and_change(config: Any, step: int) -> dict[str, Any]:
     sharded.write = late
     with parallel.joined(config, torch.device("cpu")) as world:
         training = prepare(config, world)
+        training.connect()
         training.advance()
         before = {n: whole(p).detach().clone() for n, p in training.model.named_parameters()}
         saver = Saver(world)

@@ -21,6 +21,7 @@ from processes import (
     small_files,
     terminate,
     train_all,
+    without_memory,
 )
 
 from mars.lab import checkpoint, parallel
@@ -194,6 +195,13 @@ def test_one_that_dies_does_not_hang_the_others(tmp_path: Path) -> None:
     alone = config(tmp_path / "alone")
     train(alone)
     assert distance(restored(config(tmp_path / "first")), restored(alone)) < 1e-4
+
+
+def test_one_that_cannot_begin_does_not_hang_the_others(tmp_path: Path) -> None:
+    """DDP's first messages come when all have what they need."""
+    first, second = launch(2, without_memory, 1, config(tmp_path, parallel="ddp"), seconds=20)
+    assert (first[1], second[1]) == ("Elsewhere", "LabError")
+    assert "the model does not fit in memory: CUDA out of memory" in second[2]
 
 
 @pytest.mark.parametrize(

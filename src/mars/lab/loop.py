@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,10 @@ class Training:
             raise LabError("optimizer.exact does not go with loop.skip_nan")
         self.is_mars = isinstance(self.optimizer, mars.MARS)
         compile_ = self.device.type == "cuda" if loop.compile is None else loop.compile
-        self.loss_of = self.wrapped = wrapping.wrap(model, self.world, compile_)
+        if compile_:
+            wrapping.compile_in_place(model, self.world)
+        self.loss_of: Callable[..., Tensor] = model
+        self.wrapped: Callable[..., Tensor] = model
         self.step = 0
         self.skips = 0  # steps skipped just now, in a row
         self.clock = Clock(self.device)
@@ -50,6 +54,10 @@ class Training:
         self.window_steps = 0
         self.grad_norm: Tensor | None = None
         self.norms = torch.zeros_like(self.window)  # sum of gradients' norms: finite if all are
+
+    def connect(self) -> None:
+        """Join the processes' gradients; all of them must call it, once, before the first step."""
+        self.loss_of = self.wrapped = wrapping.connect(self.model, self.world)
 
     # One step.
 

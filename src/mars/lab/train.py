@@ -36,7 +36,10 @@ FREE = {
 
 
 def prepare(run: Run, world: World | None = None) -> Training:
-    """Everything a run needs, checked; nothing is written yet."""
+    """Everything a run needs, checked; nothing is written yet, and no process waits for another.
+
+    Of many processes, each must call ``connect`` of what is returned.
+    """
     check(run)
     world = world or World()
     device = hardware.choose_device(run.loop.device, parallel.local_rank() if world.mode else None)
@@ -76,6 +79,7 @@ def train(
             if ended is not None:
                 return ended
         training = world.together(lambda: prepare(run, world))
+        training.connect()
         init, kept = getattr(run.model, "init", None), directory / "checkpoints"
         if init is not None and world.on_first(lambda: not retention.in_order(kept)):
             world.together(lambda: loading.initialise(training.model, init))

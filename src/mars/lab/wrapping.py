@@ -35,18 +35,25 @@ def make(task: Task, world: World, device: torch.device, dtype: torch.dtype) -> 
     return model
 
 
-def wrap(model: nn.Module, world: World, compile_: bool) -> Callable[..., Tensor]:
-    """What is called for the loss; the model itself keeps the names of its parameters.
+def compile_in_place(model: nn.Module, world: World) -> None:
+    """Compile the model; names of parameters stay.
 
-    It is compiled for every shape anew: else the other number of rows in a validation, which comes
-    first, would make torch compile the training for any number of rows, and that is slower.
+    For every shape anew: else the other number of rows in a validation, which comes first, would
+    make torch compile the training for any number of rows, and that is slower.
     """
-    if compile_ and world.mode == "fsdp2" and isinstance(model, GPT):
+    if world.mode == "fsdp2" and isinstance(model, GPT):
         # FSDP2 gathers parameters in hooks: those stay outside of what is compiled.
         for piece in model.pieces:
             piece.forward = torch.compile(piece.forward, dynamic=False)
-    elif compile_:
-        model.compile(dynamic=False)  # in place: names of parameters stay
+    else:
+        model.compile(dynamic=False)
+
+
+def connect(model: nn.Module, world: World) -> Callable[..., Tensor]:
+    """What is called for the loss; the model itself keeps the names of its parameters.
+
+    Under DDP the processes talk to each other here: all of them must have come so far.
+    """
     if world.mode != "ddp":
         return model
     device = next(model.parameters()).device
