@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import socket
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -102,7 +103,17 @@ def _owned(directory: Path, world: World) -> Iterator[None]:
     """The first process holds the lock for all."""
     with contextlib.ExitStack() as stack:
         world.on_first(lambda: stack.enter_context(RunDirectory(directory).lock()))
+        world.together(lambda: _check_shared(directory))
         yield
+
+
+def _check_shared(directory: Path) -> None:
+    """Refuse a disk of one machine's own: the others could neither save there nor resume."""
+    if not (directory / "lock").exists():
+        raise LabError(
+            f"what rank 0 writes in {directory} is not there for rank {parallel.own_rank()} on {socket.gethostname()}: "
+            "all machines must share the disk of --keep.out"
+        )
 
 
 @contextlib.contextmanager
