@@ -49,6 +49,10 @@ def prepare(run: Run, world: World | None = None) -> Training:
         torch.set_num_threads(run.loop.threads)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
+        if device.index is not None:  # where kernels, events and pinned memory are by default
+            torch.cuda.set_device(device)
+        if torch.cuda.is_initialized():  # else there is nothing to reset, and it would be refused
+            torch.cuda.reset_peak_memory_stats(device)  # a worker may have had other runs
     world.seed(run.loop.seed)
     dtype = hardware.choose_precision(run.loop.precision, device)
     try:
