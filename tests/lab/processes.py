@@ -143,6 +143,27 @@ def small_files(training: Any) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
 
 
+def fill_up(training: Any) -> None:
+    """As on a GPU that has no memory left, while shards are being written."""
+    import torch
+
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+
+def slowly(*given: Any) -> Any:
+    """As ``disturb``, on a slow disk."""
+    from mars.lab import sharded
+
+    write = sharded.write
+
+    def late(*args: Any) -> Any:
+        time.sleep(1.0)
+        return write(*args)
+
+    sharded.write = late
+    return disturb(*given)
+
+
 def save_and_change(config: Any, step: int) -> dict[str, Any]:
     """Change the weights after a save has begun and before anything is written."""
     import threading

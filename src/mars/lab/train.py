@@ -160,14 +160,14 @@ def _begin(
 def _run(session: Session, interrupt: Interrupt) -> Outcome:
     try:
         return session.run(interrupt)
-    except torch.cuda.OutOfMemoryError as error:
+    except (LabError, torch.cuda.OutOfMemoryError) as error:
+        with contextlib.suppress(LabError):
+            session.finish()  # a checkpoint that is being written is a good one
+        if isinstance(error, LabError):
+            raise
         raise LabError(
             f"the GPU's memory is full: lower loop.micro_batch_size ({session.t.micro})"
         ) from error
-    except LabError:
-        with contextlib.suppress(LabError):
-            session.finish()  # a checkpoint that is being written is a good one
-        raise
 
 
 def _check_directory(run: Run, directory: Path, extend: bool) -> Run | None:
