@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -141,6 +142,27 @@ def small_files(training: Any) -> None:
         time.sleep(0.01)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+
+
+def count_graphs(config: Any) -> int:
+    """How many graphs are compiled for a step."""
+    import torch
+
+    from mars.lab import parallel
+    from mars.lab.train import prepare
+
+    compile_, graphs = torch.compile, []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compile = functools.partial(compile_, backend=backend)
+    with parallel.joined(config, torch.device("cpu")) as world:
+        training = prepare(config, world)
+        training.connect()
+        training.advance()
+    return len(graphs)
 
 
 def fill_up(training: Any) -> None:

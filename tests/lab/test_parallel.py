@@ -14,6 +14,7 @@ import torch
 from miniature import OPTIMIZERS, run
 from processes import (
     checkpoints,
+    count_graphs,
     die,
     disturb,
     fill_up,
@@ -370,6 +371,13 @@ def test_a_save_that_fails_behind_the_training_ends_it_with_one_error(tmp_path: 
     assert checkpoint.newest(tmp_path, print) == tmp_path / "checkpoints" / "step-00000003"
     # Not at the next save, but as soon as all know.
     assert max(r.get("step", 0) for r in read(tmp_path)) < 9
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_a_block_is_one_graph(tmp_path: Path, mode: str) -> None:
+    """Of more weights than DDP's first bucket holds."""
+    made = config(tmp_path, parallel=mode, compile=True).replace(model={"n_embd": 192})
+    assert launch(1, count_graphs, made) == [3]  # embedding, block, last norm
 
 
 def test_a_rank_without_memory_ends_after_the_checkpoint_that_is_being_written(

@@ -41,6 +41,12 @@ def compile_in_place(model: nn.Module, world: World) -> None:
     For every shape anew: else the other number of rows in a validation, which comes first, would
     make torch compile the training for any number of rows, and that is slower.
     """
+    if world.mode == "ddp":
+        from torch._dynamo import config
+
+        # It cuts graphs where a bucket of gradients is full, so that they can be sent meanwhile. A
+        # GPT is compiled piece by piece, which does that; cut again, every block would be two.
+        config.optimize_ddp = not isinstance(model, GPT)
     if world.mode == "fsdp2" and isinstance(model, GPT):
         # FSDP2 gathers parameters in hooks: those stay outside of what is compiled.
         for piece in model.pieces:
