@@ -114,9 +114,10 @@ def _owned(directory: Path, world: World) -> Iterator[None]:
 def _check_shared(directory: Path) -> None:
     """Refuse a disk of one machine's own: the others could neither save there nor resume."""
     if not (directory / "lock").exists():
+        me = f"rank {parallel.own_rank()} on {socket.gethostname()}"
         raise LabError(
-            f"what rank 0 writes in {directory} is not there for rank {parallel.own_rank()} on {socket.gethostname()}: "
-            "all machines must share the disk of --keep.out"
+            f"what rank 0 writes in {directory} is not there for {me}: all machines must share the "
+            "disk of --keep.out"
         )
 
 
