@@ -413,6 +413,25 @@ DISTRIBUTED = (
         "faults/test_shards.py::test_two_ranks_go_on_from_the_one_before_when_a_shard_is_missing",
     ),
     fault(
+        "machines whose run directory is not on a shared disk",
+        "refused before the first step; a checkpoint that lacks shards never gets its name",
+        "`… all machines must share the disk of --keep.out`",
+        "faults/test_shards.py::test_a_run_on_machines_that_share_no_disk_is_refused",
+        "faults/test_shards.py::test_a_checkpoint_that_lacks_the_shards_of_another_disk_is_none",
+    ),
+    fault(
+        "one rank cannot begin: its GPU is full",
+        "all end, none waits for the others",
+        "`the model does not fit in memory: …`, from that rank",
+        "lab/test_parallel.py::test_one_that_cannot_begin_does_not_hang_the_others",
+    ),
+    fault(
+        "a rank runs out of GPU memory while a checkpoint is being written",
+        "the checkpoint is finished, then all end",
+        "`the GPU's memory is full: lower loop.micro_batch_size …`",
+        "lab/test_parallel.py::test_a_rank_without_memory_ends_after_the_checkpoint_that_is_being_written",
+    ),
+    fault(
         "a flipped bit in any file of a sharded checkpoint",
         "the checkpoint before is used",
         "`… does not match its checksum`",

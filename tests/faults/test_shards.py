@@ -123,6 +123,33 @@ def kill_before_rename(run: Any) -> Any:
     return train_all(run)
 
 
+def on_own_disks(disks: Path, run: Any) -> Any:
+    """Every rank works in a directory of its own, as on machines that share no disk."""
+    os.chdir(disks / os.environ["RANK"])
+    return train_all(run)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_a_run_on_machines_that_share_no_disk_is_refused(tmp_path: Path, mode: str) -> None:
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    made = shards(Path("run")).replace(loop={"parallel": mode})
+    first, second = launch(2, on_own_disks, tmp_path, made)
+    assert (first[1], second[1]) == ("Elsewhere", "LabError")
+    assert "what rank 0 writes in run is not there for rank 1" in second[2]
+    assert not (tmp_path / "0" / "run" / "log.jsonl").exists()
+
+
+def test_a_checkpoint_that_lacks_the_shards_of_another_disk_is_none(tmp_path: Path) -> None:
+    for rank in "01":
+        (tmp_path / rank / "run").mkdir(parents=True)
+        (tmp_path / rank / "run" / "lock").touch()  # of another time
+    first, second = launch(2, on_own_disks, tmp_path, shards(Path("run")))
+    assert (first[1], second[1]) == ("CheckpointError", "Elsewhere")
+    assert "all machines must share the disk" in first[2]
+    assert checkpoints(tmp_path / "0" / "run") == []
+
+
 @pytest.mark.parametrize("harm", [kill_in_write, kill_before_rename])
 def test_a_rank_killed_while_shards_are_written(
     whole: Run, tmp_path: Path, harm: Callable[..., Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -106,6 +107,18 @@ def disturb(rank: int, step: int, do: Callable[[Any], None], *configs: Any) -> A
     return train_all(*configs)
 
 
+def without_memory(rank: int, config: Any) -> Any:
+    """Train where one rank's GPU is somebody else's."""
+    from mars.lab import wrapping
+
+    def make(*_: Any) -> Any:
+        raise RuntimeError("CUDA out of memory")
+
+    if int(os.environ["RANK"]) == rank:
+        wrapping.make = make
+    return train_all(config)
+
+
 def terminate(training: Any) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -131,6 +144,48 @@ def small_files(training: Any) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
 
 
+def count_graphs(config: Any) -> int:
+    """How many graphs are compiled for a step."""
+    import torch
+
+    from mars.lab import parallel
+    from mars.lab.train import prepare
+
+    compile_, graphs = torch.compile, []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compile = functools.partial(compile_, backend=backend)
+    with parallel.joined(config, torch.device("cpu")) as world:
+        training = prepare(config, world)
+        training.connect()
+        training.advance()
+    return len(graphs)
+
+
+def fill_up(training: Any) -> None:
+    """As on a GPU that has no memory left, while shards are being written."""
+    import torch
+
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+
+def slowly(*given: Any) -> Any:
+    """As ``disturb``, on a slow disk."""
+    from mars.lab import sharded
+
+    write = sharded.write
+
+    def late(*args: Any) -> Any:
+        time.sleep(1.0)
+        return write(*args)
+
+    sharded.write = late
+    return disturb(*given)
+
+
 def save_and_change(config: Any, step: int) -> dict[str, Any]:
     """Change the weights after a save has begun and before anything is written."""
     import threading
@@ -152,6 +207,7 @@ def save_and_change(config: Any, step: int) -> dict[str, Any]:
     sharded.write = late
     with parallel.joined(config, torch.device("cpu")) as world:
         training = prepare(config, world)
+        training.connect()
         training.advance()
         before = {n: whole(p).detach().clone() for n, p in training.model.named_parameters()}
         saver = Saver(world)

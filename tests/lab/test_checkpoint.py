@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mars import MARS, param_groups
-from mars.lab import checkpoint
+from mars.lab import checkpoint, plainfile
 from mars.lab.checkpoint import CheckpointError, rng_state, set_rng_state
 from mars.lab.errors import LabError
 
@@ -360,6 +360,20 @@ def test_untied_weights_take_a_tied_checkpoint(tmp_path: Path) -> None:
     again = Tiny(tied=False)
     checkpoint.load(path, again)
     assert torch.equal(again.head.weight, model.wte.weight)
+
+
+def test_a_full_gpu_is_not_taken_for_a_broken_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def place(storage: Any, location: str) -> Any:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    saved = checkpoint.save(tmp_path, 1, model, optimizer, {})
+    monkeypatch.setattr(plainfile, "_place", place)
+    with pytest.raises(CheckpointError, match="does not fit in the GPU's memory"):
+        checkpoint.load(saved, model, optimizer)
 
 
 def test_an_optimizer_that_refuses_half_way_is_put_back(tmp_path: Path) -> None:

@@ -333,3 +333,42 @@ def test_the_log_tells_how_large_the_state_is(tmp_path: Path) -> None:
     header = read(tmp_path)[0]
     matrices = sum(p.numel() for p in GPT(run(tmp_path).model).parameters() if p.ndim == 2)
     assert header["state_bytes"] > 12 * matrices  # m, v and h of matrices, and a little more
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks, nobody else
+def test_a_validation_of_other_sizes_leaves_training_compiled_for_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else torch takes the number of rows for something that varies, in training too."""
+    compile_, kinds = torch.nn.Module.compile, []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        varies = any(isinstance(e, torch.SymInt) for e in examples)
+        kinds.append(("train" if torch.is_grad_enabled() else "valid", varies))
+        return graph.forward
+
+    def compiled(self: Any, **options: Any) -> None:
+        compile_(self, backend=backend, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compiled)
+    training = prepare(run(tmp_path, compile=True, eval_sequences=7).replace(model={"dropout": 0}))
+    sizes = []
+    held_out = training.task.held_out_rows
+    monkeypatch.setattr(
+        training.task, "held_out_rows", lambda a, b: sizes.append(b - a) or held_out(a, b)
+    )
+    training.validate()
+    training.advance()
+    torch.compiler.reset()
+    assert sizes == [4, 3]
+    assert {kind for kind, _ in kinds} == {"train", "valid"}
+    assert not any(varies for _, varies in kinds)
+
+
+@pytest.mark.parametrize(("held_out", "micro", "rows"), [(3000, 32, 30), (128, 16, 16), (7, 4, 4)])
+def test_a_validation_goes_in_parts_of_one_size_if_there_is_a_good_one(
+    tmp_path: Path, held_out: int, micro: int, rows: int
+) -> None:
+    task = prepare(run(tmp_path)).task
+    task.held_out = held_out
+    assert task.validation_rows(micro) == rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,21 @@ import torch
 from miniature import OPTIMIZERS, run
 from processes import (
     checkpoints,
+    count_graphs,
     die,
     disturb,
+    fill_up,
     launch,
     poison,
     save_and_change,
+    slowly,
     small_files,
     terminate,
     train_all,
+    without_memory,
 )
 
-from mars.lab import checkpoint, parallel
+from mars.lab import checkpoint, hardware, parallel
 from mars.lab.config import Run, to_json
 from mars.lab.errors import LabError
 from mars.lab.log import read
@@ -196,6 +201,13 @@ def test_one_that_dies_does_not_hang_the_others(tmp_path: Path) -> None:
     assert distance(restored(config(tmp_path / "first")), restored(alone)) < 1e-4
 
 
+def test_one_that_cannot_begin_does_not_hang_the_others(tmp_path: Path) -> None:
+    """DDP's first messages come when all have what they need."""
+    first, second = launch(2, without_memory, 1, config(tmp_path, parallel="ddp"), seconds=20)
+    assert (first[1], second[1]) == ("Elsewhere", "LabError")
+    assert "the model does not fit in memory: CUDA out of memory" in second[2]
+
+
 @pytest.mark.parametrize(
     ("before", "after", "optimizer"),
     [(2, 1, "adamw"), (1, 2, "mars-adamw"), (2, 3, "mars-m-32"), (4, 2, "adamw")],
@@ -361,6 +373,24 @@ def test_a_save_that_fails_behind_the_training_ends_it_with_one_error(tmp_path: 
     assert max(r.get("step", 0) for r in read(tmp_path)) < 9
 
 
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_a_block_is_one_graph(tmp_path: Path, mode: str) -> None:
+    """Of more weights than DDP's first bucket holds."""
+    made = config(tmp_path, parallel=mode, compile=True).replace(model={"n_embd": 192})
+    assert launch(1, count_graphs, made) == [3]  # embedding, block, last norm
+
+
+def test_a_rank_without_memory_ends_after_the_checkpoint_that_is_being_written(
+    tmp_path: Path,
+) -> None:
+    made = config(tmp_path, parallel="fsdp2")
+    other, full = launch(2, slowly, 1, 3, fill_up, made)
+    assert full[1] == "LabError"
+    assert "the GPU's memory is full: lower loop.micro_batch_size (6)" in full[2]
+    assert other[1] == "LabError"  # its partner is lost
+    assert checkpoint.newest(tmp_path, print) == tmp_path / "checkpoints" / "step-00000003"
+
+
 def test_a_checkpoint_is_of_the_moment_it_was_asked_for(tmp_path: Path) -> None:
     made = config(tmp_path, parallel="fsdp2")
     before = launch(2, save_and_change, made, 1)[0]
@@ -425,3 +455,27 @@ def test_what_cannot_be_is_refused(
     with pytest.raises(LabError, match=message):
         parallel.shape(config(tmp_path / "run", **loop))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_more_processes_than_gpus_are_refused_by_the_first_too(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another than the first says before they are connected, nobody hears."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(LabError, match="started 2 processes on this machine, which has 1 GPUs"):
+        hardware.choose_device("auto", rank)
+
+
+def test_nobody_to_connect_to_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_PORT": 1}
+    for name, value in {**values, "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(parallel, "TIMEOUT", timedelta(seconds=1))
+    with (
+        pytest.raises(LabError, match="rank 1 cannot connect to the other processes"),
+        parallel.joined(config(tmp_path, parallel="ddp"), torch.device("cpu")),
+    ):
+        pass

@@ -228,8 +228,8 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _reported_elsewhere(error: LabError) -> bool:
-    """Under torchrun: what all processes find before they are connected, the first alone says."""
-    if isinstance(error, Elsewhere) or os.environ.get("RANK", "0") == "0":
+    """Under torchrun: what all find before they are connected, a machine's first alone says."""
+    if isinstance(error, Elsewhere) or os.environ.get("LOCAL_RANK", "0") == "0":
         return isinstance(error, Elsewhere)
     import torch.distributed as dist
 

@@ -42,9 +42,21 @@ def choose_device(name: str, local_rank: int | None = None) -> torch.device:
         raise LabError(f"loop.device {name!r} is unknown: auto, cpu, cuda or cuda:1")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise LabError(f"loop.device is {name}, but torch {torch.__version__} sees no GPU here")
+    if device.type == "cuda" and local_rank is not None:
+        _check_enough(torch.cuda.device_count())
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise LabError(f"loop.device is {name}, but there are {torch.cuda.device_count()} GPUs")
     return device
+
+
+def _check_enough(gpus: int) -> None:
+    """For all processes of this machine alike: one that is not the first would not be heard."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if processes > gpus:
+        raise LabError(
+            f"torchrun has started {processes} processes on this machine, which has {gpus} GPUs: "
+            f"give --nproc_per_node={gpus}, or --loop.device cpu"
+        )
 
 
 def planned_device(name: str) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,10 @@ class Training:
             raise LabError("optimizer.exact does not go with loop.skip_nan")
         self.is_mars = isinstance(self.optimizer, mars.MARS)
         compile_ = self.device.type == "cuda" if loop.compile is None else loop.compile
-        self.loss_of = self.wrapped = wrapping.wrap(model, self.world, compile_, task.dynamic)
+        if compile_:
+            wrapping.compile_in_place(model, self.world)
+        self.loss_of: Callable[..., Tensor] = model
+        self.wrapped: Callable[..., Tensor] = model
         self.step = 0
         self.skips = 0  # steps skipped just now, in a row
         self.clock = Clock(self.device)
@@ -50,6 +54,10 @@ class Training:
         self.window_steps = 0
         self.grad_norm: Tensor | None = None
         self.norms = torch.zeros_like(self.window)  # sum of gradients' norms: finite if all are
+
+    def connect(self) -> None:
+        """Join the processes' gradients; all of them must call it, once, before the first step."""
+        self.loss_of = self.wrapped = wrapping.connect(self.model, self.world)
 
     # One step.
 
@@ -175,8 +183,10 @@ class Training:
         for start in range(0, count, most * self.world.size):
             first = min(start + most * self.world.rank, count)
             rows = min(most, count - first)
-            # A process with nothing left joins in all the same: FSDP2 gathers its shards.
-            batch = task.held_out_rows(first, first + rows) if rows else task.held_out_rows(0, 1)
+            # A process with nothing left joins in all the same: FSDP2 gathers its shards. It takes
+            # as many rows as there are in other parts, for which the model is compiled.
+            wanted = (first, first + rows) if rows else (0, min(most, count))
+            batch = task.held_out_rows(*wanted)
             with self._autocast():
                 measured = task.measure(self.loss_of, batch)
             total += measured * rows

@@ -210,11 +210,12 @@ def _connect(world: World, device: torch.device) -> None:
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
-    store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
-    # torchrun's store outlives a restart: without a prefix, addresses of the dead are found in it.
-    store = PrefixStore(f"mars-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     on_gpu = device.type == "cuda"
     try:
+        store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+        # torchrun's store outlives a restart: without a prefix, addresses of the dead are in it.
+        store = PrefixStore(f"mars-{again}", store)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT, store=store, rank=rank,
             world_size=size,

@@ -56,6 +56,10 @@ def read(path: Path) -> Any:
     """Read what ``write`` wrote."""
     try:
         return torch.load(path, map_location=_place, weights_only=True)
+    except torch.cuda.OutOfMemoryError as error:  # nothing is wrong with the file
+        raise CheckpointError(
+            f"{path.parent.name}: {path.name} does not fit in the GPU's memory beside what is there"
+        ) from error
     except (pickle.UnpicklingError, RuntimeError, OSError, ValueError, EOFError) as error:
         what = "it holds more than tensors and plain values, or is no file of torch.save"
         raise CheckpointError(f"{path.parent.name}: {path.name} is not loaded: {what}") from error

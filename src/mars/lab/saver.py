@@ -125,6 +125,18 @@ def _made(temporary: Path, final: Path) -> Path:
     return temporary
 
 
+def _check_complete(temporary: Path, final: Path) -> None:
+    """A process on another machine may have written its shards to a disk of its own."""
+    try:
+        sealed.read_manifest(temporary)
+    except CheckpointError as error:
+        text = str(error).removeprefix(f"{temporary.name}: ")
+        raise CheckpointError(
+            f"cannot save checkpoint {final}: {text} here, though a process has written it: all "
+            "machines must share the disk of --keep.out; earlier ones are untouched"
+        ) from error
+
+
 def _finish(shot: Snapshot, temporary: Path, seals: dict[str, Any]) -> None:
     """On rank 0, when all shards are on disk: seal them, give them their name, delete old ones."""
     final = shot.final
@@ -134,6 +146,7 @@ def _finish(shot: Snapshot, temporary: Path, seals: dict[str, Any]) -> None:
     }
     try:
         sealed.write(temporary, files, shot.about, seals)
+        _check_complete(temporary, final)
         retention.publish(temporary, final)
         retention.note_best(final.parent, shot.step, shot.best)
     except OSError as error:

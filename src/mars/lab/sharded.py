@@ -74,7 +74,9 @@ class _Files(FileSystem):
 
 class _Writer(FileSystemWriter):
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        # All is in memory already. Copying ahead would wait for the work of the first GPU, and make
+        # a context on it for every process: a new thread does not know its process's device.
+        super().__init__(path, per_thread_copy_ahead=0)
         self.fs = self.files = _Files()
 
     def storage_meta(self) -> StorageMeta:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import socket
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -36,7 +37,10 @@ FREE = {
 
 
 def prepare(run: Run, world: World | None = None) -> Training:
-    """Everything a run needs, checked; nothing is written yet."""
+    """Everything a run needs, checked; nothing is written yet, and no process waits for another.
+
+    Of many processes, each must call ``connect`` of what is returned.
+    """
     check(run)
     world = world or World()
     device = hardware.choose_device(run.loop.device, parallel.local_rank() if world.mode else None)
@@ -45,6 +49,10 @@ def prepare(run: Run, world: World | None = None) -> Training:
         torch.set_num_threads(run.loop.threads)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
+        if device.index is not None:  # where kernels, events and pinned memory are by default
+            torch.cuda.set_device(device)
+        if torch.cuda.is_initialized():  # else there is nothing to reset, and it would be refused
+            torch.cuda.reset_peak_memory_stats(device)  # a worker may have had other runs
     world.seed(run.loop.seed)
     dtype = hardware.choose_precision(run.loop.precision, device)
     try:
@@ -76,6 +84,7 @@ def train(
             if ended is not None:
                 return ended
         training = world.together(lambda: prepare(run, world))
+        training.connect()
         init, kept = getattr(run.model, "init", None), directory / "checkpoints"
         if init is not None and world.on_first(lambda: not retention.in_order(kept)):
             world.together(lambda: loading.initialise(training.model, init))
@@ -98,7 +107,18 @@ def _owned(directory: Path, world: World) -> Iterator[None]:
     """The first process holds the lock for all."""
     with contextlib.ExitStack() as stack:
         world.on_first(lambda: stack.enter_context(RunDirectory(directory).lock()))
+        world.together(lambda: _check_shared(directory))
         yield
+
+
+def _check_shared(directory: Path) -> None:
+    """Refuse a disk of one machine's own: the others could neither save there nor resume."""
+    if not (directory / "lock").exists():
+        me = f"rank {parallel.own_rank()} on {socket.gethostname()}"
+        raise LabError(
+            f"what rank 0 writes in {directory} is not there for {me}: all machines must share the "
+            "disk of --keep.out"
+        )
 
 
 @contextlib.contextmanager
@@ -141,14 +161,14 @@ def _begin(
 def _run(session: Session, interrupt: Interrupt) -> Outcome:
     try:
         return session.run(interrupt)
-    except torch.cuda.OutOfMemoryError as error:
+    except (LabError, torch.cuda.OutOfMemoryError) as error:
+        with contextlib.suppress(LabError):
+            session.finish()  # a checkpoint that is being written is a good one
+        if isinstance(error, LabError):
+            raise
         raise LabError(
             f"the GPU's memory is full: lower loop.micro_batch_size ({session.t.micro})"
         ) from error
-    except LabError:
-        with contextlib.suppress(LabError):
-            session.finish()  # a checkpoint that is being written is a good one
-        raise
 
 
 def _check_directory(run: Run, directory: Path, extend: bool) -> Run | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -50,6 +51,9 @@ def at_work() -> Iterator[None]:
         _busy = False
         if "torch._dynamo" in sys.modules:  # else the next model counts as a recompilation
             torch.compiler.reset()
+        if torch.cuda.is_initialized():  # other workers want the memory of this one's last run
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 def answer() -> None:

@@ -35,16 +35,31 @@ def make(task: Task, world: World, device: torch.device, dtype: torch.dtype) -> 
     return model
 
 
-def wrap(
-    model: nn.Module, world: World, compile_: bool, dynamic: bool | None = None
-) -> Callable[..., Tensor]:
-    """What is called for the loss; the model itself keeps the names of its parameters."""
-    if compile_ and world.mode == "fsdp2" and isinstance(model, GPT):
+def compile_in_place(model: nn.Module, world: World) -> None:
+    """Compile the model; names of parameters stay.
+
+    For every shape anew: else the other number of rows in a validation, which comes first, would
+    make torch compile the training for any number of rows, and that is slower.
+    """
+    if world.mode == "ddp":
+        from torch._dynamo import config
+
+        # It cuts graphs where a bucket of gradients is full, so that they can be sent meanwhile. A
+        # GPT is compiled piece by piece, which does that; cut again, every block would be two.
+        config.optimize_ddp = not isinstance(model, GPT)
+    if world.mode == "fsdp2" and isinstance(model, GPT):
         # FSDP2 gathers parameters in hooks: those stay outside of what is compiled.
         for piece in model.pieces:
-            piece.forward = torch.compile(piece.forward)
-    elif compile_:
-        model.compile(dynamic=dynamic)  # in place: names of parameters stay
+            piece.forward = torch.compile(piece.forward, dynamic=False)
+    else:
+        model.compile(dynamic=False)
+
+
+def connect(model: nn.Module, world: World) -> Callable[..., Tensor]:
+    """What is called for the loss; the model itself keeps the names of its parameters.
+
+    Under DDP the processes talk to each other here: all of them must have come so far.
+    """
     if world.mode != "ddp":
         return model
     device = next(model.parameters()).device

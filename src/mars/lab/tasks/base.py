@@ -37,8 +37,6 @@ class Task(ABC):
     unit: ClassVar[str]  # what progress is counted in: tokens, images
     measures: ClassVar[tuple[str, ...]] = ("loss",)  # of a validation, loss first
 
-    dynamic: ClassVar[bool | None] = None  # torch.compile's: whether shapes may vary
-
     def __init__(self, run: Run) -> None:
         self.run = run
         self.device, self.dtype = torch.device("cpu"), torch.float32
@@ -119,7 +117,12 @@ class Task(ABC):
 
     def validation_rows(self, micro: int) -> int:
         """Rows in one forward pass of a validation."""
-        return micro
+        return self._even(micro)
+
+    def _even(self, most: int) -> int:
+        """Parts of one size, if there is a good one: every size is compiled for itself."""
+        even = max(n for n in range(1, most + 1) if self.held_out % n == 0)
+        return even if 4 * even > most else most
 
     def measure(self, model: Callable[..., Tensor], batch: Batch) -> Tensor:
         """The means of ``measures`` over a batch, of one or more rows."""
