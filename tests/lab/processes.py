@@ -84,6 +84,23 @@ def checkpoints(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / "checkpoints").iterdir())
 
 
+def unreadable(name: str, config: Any) -> Any:
+    """Train where rank 1 cannot read a file of the checkpoint."""
+    from mars.lab import plainfile
+    from mars.lab.sealed import CheckpointError
+
+    read = plainfile.read
+
+    def blind(path: Path) -> Any:
+        if path.name == name:
+            raise CheckpointError(f"{path} cannot be read")
+        return read(path)
+
+    if os.environ["RANK"] == "1":
+        plainfile.read = blind
+    return train_all(config)
+
+
 class At:
     """In this process, at the start of a step, do something: for what befalls one rank alone."""
 

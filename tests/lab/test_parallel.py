@@ -25,6 +25,7 @@ from processes import (
     small_files,
     terminate,
     train_all,
+    unreadable,
     without_memory,
 )
 
@@ -286,6 +287,15 @@ def test_weights_from_elsewhere_begin_a_run_of_shards(tmp_path: Path) -> None:
     assert [result[2] for result in results] == pytest.approx([ended] * 3, rel=1e-6)
     begun = numbers(tmp_path / "before", "valid", "loss")
     assert numbers(tmp_path / "c", "valid", "loss")[0] == pytest.approx(begun[-1], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["training.pt", "optimizer.pt"])
+def test_what_one_rank_cannot_read_ends_all(tmp_path: Path, name: str) -> None:
+    made = config(tmp_path / "run", parallel="fsdp2", steps=3)
+    launch(2, train_all, made)
+    results = launch(2, unreadable, name, made.replace(loop={"steps": 6}), seconds=40)
+    assert [result[1] for result in results] == ["Elsewhere", "CheckpointError"]
+    assert {f"{name} cannot be read" in result[2] for result in results} == {True}
 
 
 def test_a_flipped_bit_in_a_shard_is_told_and_the_one_before_used(tmp_path: Path) -> None:

@@ -131,22 +131,32 @@ def load(
         verified: ``newest`` has just read every byte of it.
     """
     path = Path(path)
+    # No rank waits for another's shards before all have read what each reads for itself.
+    form, extra = world.together(lambda: _opened(path, model, optimizer, world, verified))
+    if optimizer is not None:
+        state = form.optimizer_state(model, optimizer)
+        world.together(lambda: optimizer_state.restore(path, optimizer, state))
+    form.read_into(model.state_dict())
+    return extra
+
+
+def _opened(
+    path: Path, model: nn.Module, optimizer: Any, world: World, verified: bool
+) -> tuple[_Single | Shards, dict[str, Any]]:
+    """A checkpoint that fits model and optimizer, and what else was saved."""
     manifest = sealed.read_manifest(path) if verified else _verify(path)
     retention.check_manifest(path, manifest)
     form = _form(path, manifest, world)
-    target = model.state_dict()
-    differs = form.difference(target)
+    differs = form.difference(model.state_dict())
     if differs is not None:
         raise CheckpointError(f"{path} is not of this model: {differs}")
-    extra: dict[str, Any] = plainfile.read(path / TRAINING)
     if optimizer is not None:
         own = optimizer_state.signature(model, optimizer)
         differs = optimizer_state.difference(manifest["optimizer"], own)
         if differs is not None:
             raise CheckpointError(f"{path} is not of this optimizer: {differs}")
-        optimizer_state.restore(path, optimizer, form.optimizer_state(model, optimizer))
-    form.read_into(target)
-    return extra
+    extra: dict[str, Any] = plainfile.read(path / TRAINING)
+    return form, extra
 
 
 def saver(world: World) -> Saver | None:

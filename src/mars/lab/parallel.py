@@ -84,7 +84,10 @@ class World:
         return value
 
     def together(self, do: Callable[[], T]) -> T:
-        """Every rank does it; if one fails, all do, and the first that failed says why."""
+        """Every rank does it; if one fails, all do, and the first that failed says why.
+
+        Where ``do`` has gone through this itself, who was to speak then does so now.
+        """
         if self.mode is None:
             return do()
         value, error = None, None
@@ -92,11 +95,11 @@ class World:
             value = do()
         except LabError as raised:
             error = raised
-        texts = self.gather(None if error is None else str(error))
-        failed = [rank for rank, text in enumerate(texts) if text is not None]
+        found = None if error is None else (isinstance(error, Elsewhere), self.rank, str(error))
+        failed = [one for one in self.gather(found) if one is not None]
         if failed:
-            own = error is not None and failed[0] == self.rank
-            raise error if own and error is not None else Elsewhere(texts[failed[0]])
+            _, speaker, text = min(failed)
+            raise error if error is not None and speaker == self.rank else Elsewhere(text)
         return value  # type: ignore[return-value]
 
     def error(self, error: LabError) -> LabError:

@@ -191,8 +191,8 @@ class Shards:
                     targets[name] = empty_like(p, dtype)
                 else:  # small; load_state_dict brings it where it belongs
                     targets[name] = torch.empty(entry.size, dtype=dtype)
+        rest = self.world.together(lambda: plainfile.read(self.path / OPTIMIZER))
         read(self.path, targets, self.world)
-        rest = plainfile.read(self.path / OPTIMIZER)
         return optimizer_state.put_together(rest, optimizer_state.names(model, optimizer), targets)
 
     def read_into(self, target: Mapping[str, Tensor]) -> None:
