@@ -162,8 +162,9 @@ def _run(session: Session, interrupt: Interrupt) -> Outcome:
     try:
         return session.run(interrupt)
     except (LabError, torch.cuda.OutOfMemoryError) as error:
-        with contextlib.suppress(LabError):
-            session.finish()  # a checkpoint that is being written is a good one
+        # A checkpoint that is being written is a good one. Another process may be gone already.
+        with contextlib.suppress(LabError, RuntimeError):
+            session.finish()
         if isinstance(error, LabError):
             raise
         raise LabError(
