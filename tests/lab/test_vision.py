@@ -116,6 +116,8 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
         assert words in str(error.value)
     with pytest.raises(LabError, match=r"but model\.classes is 7: give --model\.classes 10"):
         tasks.of(own.replace(model={"classes": 7})).open()
+    with pytest.raises(LabError, match=r"give --model\.channels 1 --model\.size 8"):  # all at once
+        tasks.of(own.replace(model={"channels": 3, "size": 16})).open()
 
 
 @pytest.mark.parametrize(

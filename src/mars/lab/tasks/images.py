@@ -113,13 +113,14 @@ class Vision(Task):
         found = {"classes": len(images.classes), "channels": channels, "size": height}
         if height != width:
             raise LabError(f"{images.source} has images of {height} × {width}: they must be square")
-        for name, value in found.items():
-            if value != getattr(c, name):
-                raise LabError(
-                    f"{images.source} has {channels} × {height} × {width} images of "
-                    f"{len(images.classes)} classes, but model.{name} is {getattr(c, name)}: give "
-                    f"--model.{name} {value}"
-                )
+        wrong = {name: value for name, value in found.items() if value != getattr(c, name)}
+        if wrong:
+            has = ", ".join(f"model.{name} is {getattr(c, name)}" for name in wrong)
+            options = " ".join(f"--model.{name} {value}" for name, value in wrong.items())
+            raise LabError(
+                f"{images.source} has {channels} × {height} × {width} images of "
+                f"{len(images.classes)} classes, but {has}: give {options}"
+            )
 
     def _place(self) -> None:
         """All of the data to the device; on a CPU they stay where they are."""
