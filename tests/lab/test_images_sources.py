@@ -228,6 +228,8 @@ def test_wrong_pictures_are_refused(tmp_path: Path) -> None:
     refused({"train/0.png": other}, "train/0.png of .* is in no folder of a class")
     gone = {name: None for name in files if name.startswith("valid")}
     refused(gone, "has pictures in train/, but none in valid/, val/ or test/")
+    gone = {name: None for name in files if "/dog/" in name}
+    refused(gone, "has one class only, 'cat': nothing to tell apart")
     oblong = {name: other for name in files}
     refused(oblong, "images of 7×6: make them square first")
 
