@@ -193,7 +193,7 @@ def test_images_are_not_taken_for_tokens_nor_tokens_for_images(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare_images("digits", tmp_path / "digits")
-    with pytest.raises(LabError, match="is not a manifest"):
+    with pytest.raises(LabError, match="holds images, not tokens"):
         open_tokens(str(tmp_path / "digits"), "train")
     (tmp_path / "book.txt").write_text("A text. " * 1000)
     assert run(capsys, tmp_path / "book.txt", "--out", tmp_path / "book")[0] == 0
