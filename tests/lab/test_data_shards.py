@@ -239,6 +239,7 @@ def test_a_flipped_bit_is_found(prepared: Path, monkeypatch: pytest.MonkeyPatch)
 MANIFESTS = {
     "torn": ('{"format": "mars.d', "is not JSON"),
     "foreign": ('{"name": "x"}', "is not a manifest of `mars data`"),
+    "images": ('{"format": "mars.images"}', "holds images, not tokens"),
     "newer": ('{"format": "mars.data", "version": 2}', "has version 2"),
     "short": ('{"format": "mars.data", "version": 1}', "incomplete or ill-typed"),
     "escape": (

@@ -59,12 +59,13 @@ def test_digits_and_folders_are_prepared_too(tmp_path: Path) -> None:
     prepare_images("digits", tmp_path / "digits")
     both = [open_images(name, "valid").sha256 for name in ("digits", str(tmp_path / "digits"))]
     assert both[0] == both[1]
-    files = {f"{s}/a/0.png": picture(np.zeros((4, 4, 3), np.uint8)) for s in ("train", "val")}
+    black = picture(np.zeros((4, 4, 3), np.uint8))
+    files = {f"{s}/{c}/0.png": black for s in ("train", "val") for c in "ab"}
     seen: list[tuple[str, int, int | None]] = []
     source = unpacked(tmp_path / "folder", files)
     prepare_images(str(source), tmp_path / "out", lambda *all_: seen.append(all_))
-    assert sizes(str(tmp_path / "out")) == Sizes(1, 1, 1, 3, 4)
-    assert seen == [("decode", 2, 2)]
+    assert sizes(str(tmp_path / "out")) == Sizes(2, 2, 2, 3, 4)
+    assert seen == [("decode", 4, 4)]
 
 
 @pytest.fixture
@@ -192,7 +193,7 @@ def test_images_are_not_taken_for_tokens_nor_tokens_for_images(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare_images("digits", tmp_path / "digits")
-    with pytest.raises(LabError, match="is not a manifest"):
+    with pytest.raises(LabError, match="holds images, not tokens"):
         open_tokens(str(tmp_path / "digits"), "train")
     (tmp_path / "book.txt").write_text("A text. " * 1000)
     assert run(capsys, tmp_path / "book.txt", "--out", tmp_path / "book")[0] == 0

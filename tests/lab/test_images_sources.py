@@ -127,6 +127,9 @@ def test_incomplete_and_damaged_archives_are_refused(tmp_path: Path) -> None:
     for name in ("cut.tar.gz", "text.tar.gz"):
         with pytest.raises(LabError, match=f"{name} is no tar or zip, or is damaged"):
             open_images(str(tmp_path / name), "train")
+    with pytest.raises(LabError) as error:  # tarfile has five lines to say about it
+        open_images(str(tmp_path / "text.tar.gz"), "train")
+    assert "\n" not in str(error.value)
 
 
 def test_a_damaged_zip_is_refused(tmp_path: Path) -> None:
@@ -225,6 +228,8 @@ def test_wrong_pictures_are_refused(tmp_path: Path) -> None:
     refused({"train/0.png": other}, "train/0.png of .* is in no folder of a class")
     gone = {name: None for name in files if name.startswith("valid")}
     refused(gone, "has pictures in train/, but none in valid/, val/ or test/")
+    gone = {name: None for name in files if "/dog/" in name}
+    refused(gone, "has one class only, 'cat': nothing to tell apart")
     oblong = {name: other for name in files}
     refused(oblong, "images of 7×6: make them square first")
 

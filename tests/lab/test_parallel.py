@@ -335,6 +335,8 @@ def test_both_forms_of_a_checkpoint_convert_into_each_other(tmp_path: Path) -> N
         train(made)
         path = tmp_path / name / "checkpoints" / "step-00000003"
         before = restored(made)
+        with pytest.raises(LabError, match="is no checkpoint: give runs/NAME/checkpoints"):
+            convert_command(ConvertArgs(tmp_path / name, "sharded"))
         assert convert_command(ConvertArgs(path, "sharded")) == path
         assert (path / ".metadata").exists()
         assert not (path / "model.safetensors").exists()

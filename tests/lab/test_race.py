@@ -175,13 +175,20 @@ def test_a_race_from_the_command_line(tmp_path: Path, capsys: Capture) -> None:
             if folder.is_dir() and read(folder)[0]["label"] == entry.label
         ]
         assert f"{sum(ends) / 2:.4f}" in captured.out
-    page = (tmp_path / "race" / "report.html").read_text()
-    assert "MARS-AdamW" in page
+    assert "MARS-AdamW" in (tmp_path / "race" / "report.html").read_text()
     # Again: nothing is trained, the same table comes out.
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "race").rglob("log.jsonl")}
     assert main(words) == 0
     assert {p: p.stat().st_mtime_ns for p in before} == before
     assert captured.out.splitlines()[1:5] == capsys.readouterr().out.splitlines()[1:5]
+    # With other settings: refused before anything is shown or written.
+    page, about = (tmp_path / "race" / name for name in ("report.html", "race.json"))
+    kept = page.read_bytes(), about.read_bytes()
+    assert main([*words, "--loop.steps", "5"]) == 1
+    refused = capsys.readouterr()
+    assert "race holds a race with loop.steps = 8, not 5: choose another --keep.out" in refused.err
+    assert (refused.out, len(refused.err.splitlines())) == ("", 1)
+    assert (page.read_bytes(), about.read_bytes()) == kept
 
 
 @pytest.mark.slow

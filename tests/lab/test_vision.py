@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,8 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
         assert words in str(error.value)
     with pytest.raises(LabError, match=r"but model\.classes is 7: give --model\.classes 10"):
         tasks.of(own.replace(model={"classes": 7})).open()
+    with pytest.raises(LabError, match=r"give --model\.channels 1 --model\.size 8"):  # all at once
+        tasks.of(own.replace(model={"channels": 3, "size": 16})).open()
 
 
 @pytest.mark.parametrize(
@@ -194,6 +198,30 @@ def test_a_validation_is_of_all_images_whatever_its_parts(
 
 
 # Training.
+
+
+def test_the_first_validation_can_be_stopped_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can last minutes on a CPU; the run that goes on makes it again."""
+    train(run(tmp_path / "whole"))
+    monkeypatch.setattr(tasks.Vision, "validation_rows", lambda task, micro: 90)
+    measure, measured = tasks.Vision.measure, []
+
+    def interrupted(task: tasks.Vision, model: Any, batch: Any) -> torch.Tensor:
+        measured.append(len(batch[1]))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return measure(task, model, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tasks.Vision, "measure", interrupted)
+        stopped = train(run(tmp_path / "stopped"))
+    assert (stopped.status, stopped.step, stopped.valid, measured) == ("stopped", 0, None, [90])
+    assert train(run(tmp_path / "stopped")).status == "done"
+    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "stopped")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    validations = [r["step"] for r in read(tmp_path / "stopped") if r["kind"] == "valid"]
+    assert validations == [r["step"] for r in read(tmp_path / "whole") if r["kind"] == "valid"]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -43,6 +43,8 @@ class ConvertArgs:
 def convert_command(args: ConvertArgs) -> Path:
     """Convert, and say where it is."""
     path = args.checkpoint.resolve()
+    if not (path / sealed.MANIFEST).is_file():
+        raise LabError(f"{args.checkpoint} is no checkpoint: give runs/NAME/checkpoints/step-…")
     manifest = sealed.verify(path)
     retention.check_manifest(path, manifest)
     if retention.is_sharded(manifest) == (args.to == "sharded"):

@@ -83,7 +83,8 @@ def find(path: Path, choice: str | None = None) -> tuple[Run, Path]:
     run = read_config(path / "config.json")
     found = _choose(path, choice)
     if found is None:
-        raise LabError(f"{path} has no {choice or 'intact'} checkpoint")
+        known = "" if choice is None else "; --checkpoint is best, last, or a step that was kept"
+        raise LabError(f"{path} has no {choice or 'intact'} checkpoint{known}")
     return run, found
 
 

@@ -174,13 +174,17 @@ class Training:
         }
 
     @torch.no_grad()
-    def validate(self) -> dict[str, float]:
-        """Means of the task's measures over the fixed rows; processes share them."""
+    def validate(self, between: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """Means of the task's measures over the fixed rows; processes share them.
+
+        ``between`` is called before each pass, and may raise to abandon it.
+        """
         self.model.eval()
         task = self.task
         total = torch.zeros(len(task.measures), dtype=torch.float64, device=self.device)
         count, most = task.held_out, task.validation_rows(self.micro)
         for start in range(0, count, most * self.world.size):
+            between()
             first = min(start + most * self.world.rank, count)
             rows = min(most, count - first)
             # A process with nothing left joins in all the same: FSDP2 gathers its shards. It takes

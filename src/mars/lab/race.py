@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from mars.lab import arguments, recipes, tasks
-from mars.lab.config import Run, check
+from mars.lab.config import Run, check, read_config, to_json
 from mars.lab.errors import LabError
 from mars.lab.hardware import choose_device
 from mars.lab.optimizers import build
 from mars.lab.pool import Job, cores, run_all
 from mars.lab.report import Summary
 from mars.lab.rundir import RunDirectory, write_atomically
+from mars.lab.train import first_difference
 
 FIELD = ("adamw", "lion", "muon", "mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
 BASELINE = "adamw"
@@ -128,12 +129,29 @@ def _check_optimizers(jobs: list[Job]) -> None:
         build(tasks.of(run).miniature(), run.optimizer)
 
 
+def _check_begun(jobs: list[Job], directory: Path) -> None:
+    """Refuse a directory whose runs had other settings: their results are not this race's."""
+    for job in jobs:
+        try:
+            begun = read_config(directory / job.name / "config.json")
+        except LabError:  # not begun, or damaged: the run itself will tell
+            continue
+        difference = first_difference(to_json(begun), to_json(tasks.with_steps(job.run)))
+        if difference:
+            field, old, new = difference
+            raise LabError(
+                f"{directory} holds a race with {field} = {old!r}, not {new!r}: "
+                "choose another --keep.out"
+            )
+
+
 def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
     """Run what has not been run yet, then tell and report."""
     moved = args.keep.out if args.keep.out != base.keep.out else None
     directory = Path(moved or f"runs/race-{base.recipe}")
     jobs = plan(args, base, asked, directory)
     _check_optimizers(jobs)
+    _check_begun(jobs, directory)
     device = choose_device(args.loop.device)
     processes = args.jobs or (min(cores(), len(jobs)) if device.type == "cpu" else 1)
     threads = args.loop.threads or max(1, cores() // processes)

@@ -92,10 +92,8 @@ class Session:
 
     def run(self, interrupt: Interrupt) -> Outcome:
         loop = self.t.run.loop
-        if self.t.step == 0:
-            self._validate()
+        asked = self._first_validation(interrupt) if self.t.step == 0 else 0
         self.t.clock.start()
-        asked = 0
         while self.t.step < loop.steps and not asked:
             self._step()
             asked = self._asked(interrupt)
@@ -191,8 +189,25 @@ class Session:
         early = {every >> k for k in range(1, EARLY + 1)}
         return step % every == 0 or step in early
 
-    def _validate(self) -> None:
-        self.valid, self.valid_at = self.t.validate(), self.t.step
+    def _first_validation(self, interrupt: Interrupt) -> int:
+        """Of the initial weights; the signal by which it was abandoned, else 0.
+
+        It can last minutes on a CPU, and nothing is lost with it: a run that goes on from step 0
+        makes it again. One process alone may: several must stay together.
+        """
+
+        def between() -> None:
+            if interrupt.asked and self.world.mode is None:
+                raise InterruptedError
+
+        try:
+            self._validate(between)
+        except InterruptedError:
+            return self._asked(interrupt)
+        return 0
+
+    def _validate(self, between: Callable[[], None] = lambda: None) -> None:
+        self.valid, self.valid_at = self.t.validate(between), self.t.step
         if not math.isfinite(self.valid["loss"]):
             self._diverge("the validation loss is not finite")
         self.write({"kind": "valid", **self.t.position, **self.valid})

@@ -241,7 +241,8 @@ def _text(run: Run) -> bytes:
 
 def first_difference(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, Any, Any] | None:
     """The first field in which two configurations disagree though they must not."""
-    for part, fields in new.items():
+    # The schedule last: its warm-up follows the steps, which are what was asked for.
+    for part, fields in sorted(new.items(), key=lambda item: item[0] == "schedule"):
         free = FREE.get(part, set())
         if free is None or not isinstance(fields, dict):
             continue

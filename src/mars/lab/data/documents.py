@@ -116,7 +116,10 @@ def local_files(source: str) -> list[Path]:
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.is_file() and kind_of(p))
         if not found:
-            raise LabError(f"{source} holds no .txt, .jsonl or .parquet files (also .gz, .zst)")
+            raise LabError(
+                f"{source} holds no .txt, .jsonl or .parquet files (also .gz, .zst); "
+                "pictures belong in train/CLASS/ and valid/CLASS/"
+            )
         return found
     names = sorted(glob.glob(str(path), recursive=True))
     found = [Path(name) for name in names if Path(name).is_file()]

@@ -67,6 +67,8 @@ def load_manifest(directory: Path) -> Manifest:
         raise LabError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise LabError(f"{path} is not JSON ({error}): prepare the data again") from error
+    if isinstance(data, dict) and data.get("format") == "mars.images":
+        raise LabError(f"{directory} holds images, not tokens: train a recipe for images on it")
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise LabError(f"{path} is not a manifest of `mars data`")
     if data.get("version") != 1:

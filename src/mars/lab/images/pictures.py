@@ -40,6 +40,8 @@ def read_folder(tree: Tree, progress: Progress | None = None) -> Raw:
     """
     files = {"train": _by_folder(tree, "train"), "valid": _validation(tree)}
     classes = tuple(sorted({label for _, label in files["train"]}))
+    if len(classes) < 2:
+        raise LabError(f"{tree.source} has one class only, {classes[0]!r}: nothing to tell apart")
     numbers = {name: number for number, name in enumerate(classes)}
     for name, label in files["valid"]:
         if label not in numbers:

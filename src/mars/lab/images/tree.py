@@ -92,7 +92,7 @@ def _tar(path: Path) -> dict[str, bytes]:
                 assert file is not None
                 content[member.name.removeprefix("./")] = file.read()
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
-        raise LabError(
-            f"{path} is no tar or zip, or is damaged ({error}): download it again"
-        ) from error
+        lines = str(error).splitlines()  # tarfile lists all that it tried
+        why = f" ({lines[0]})" if len(lines) == 1 else ""
+        raise LabError(f"{path} is no tar or zip, or is damaged{why}: download it again") from error
     return content

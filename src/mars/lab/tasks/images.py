@@ -24,6 +24,7 @@ from mars.lab.models.vision import Classifier, cnn, flops_per_image, resnet18, v
 from mars.lab.tasks.base import Batch, Source, Task
 
 VALIDATED = 2000  # images in a forward pass of a validation, at most
+ON_CPU = 500  # there: a pass is not interrupted, and more are no faster
 
 
 class Vision(Task):
@@ -112,13 +113,14 @@ class Vision(Task):
         found = {"classes": len(images.classes), "channels": channels, "size": height}
         if height != width:
             raise LabError(f"{images.source} has images of {height} × {width}: they must be square")
-        for name, value in found.items():
-            if value != getattr(c, name):
-                raise LabError(
-                    f"{images.source} has {channels} × {height} × {width} images of "
-                    f"{len(images.classes)} classes, but model.{name} is {getattr(c, name)}: give "
-                    f"--model.{name} {value}"
-                )
+        wrong = {name: value for name, value in found.items() if value != getattr(c, name)}
+        if wrong:
+            has = ", ".join(f"model.{name} is {getattr(c, name)}" for name in wrong)
+            options = " ".join(f"--model.{name} {value}" for name, value in wrong.items())
+            raise LabError(
+                f"{images.source} has {channels} × {height} × {width} images of "
+                f"{len(images.classes)} classes, but {has}: give {options}"
+            )
 
     def _place(self) -> None:
         """All of the data to the device; on a CPU they stay where they are."""
@@ -163,7 +165,7 @@ class Vision(Task):
 
     def validation_rows(self, micro: int) -> int:
         """More than in training, where they are few."""
-        return self._even(VALIDATED)
+        return self._even(ON_CPU if self.device.type == "cpu" else VALIDATED)
 
     def measure(self, model: Callable[..., Tensor], batch: Batch) -> Tensor:
         x, labels = batch

@@ -77,7 +77,7 @@ def open_data(run: Run) -> tuple[Tokens, Tokens]:
         source = name if name in ("openwebtext", "fineweb-edu") else "YOUR.txt"
         raise LabError(
             f"{data.source} is not there: make it with `mars data {source} --out {data.source}`, "
-            "or give --data.source"
+            "or give --data.source (mars study: --data)"
         )
     train = open_tokens(data.source, "train", data.tokenizer)
     valid = open_tokens(data.valid or data.source, "valid", data.tokenizer)
