@@ -432,6 +432,12 @@ DISTRIBUTED = (
         "lab/test_parallel.py::test_a_rank_without_memory_ends_after_the_checkpoint_that_is_being_written",
     ),
     fault(
+        "one rank cannot read a file of the checkpoint",
+        "all end at once; nobody waits for that rank's shards",
+        "one line, from that rank",
+        "lab/test_parallel.py::test_what_one_rank_cannot_read_ends_all",
+    ),
+    fault(
         "a flipped bit in any file of a sharded checkpoint",
         "the checkpoint before is used",
         "`… does not match its checksum`",
