@@ -44,7 +44,7 @@ def render(
         "score": summary.measure.score,
         "progress": summary.measure.progress_words.capitalize(),
         "measure": summary.measure.name.split()[-1],
-        "grid": "" if grid is None else join(["From a separate grid: ", tag("code", grid)]),
+        "grid": "" if grid is None else join(["From the grid of ", tag("code", grid)]),
         "cost": result.cost_bars(summary),
         "runs": details.runs_section(summary),
         "events": details.events_table(summary) or Markup("<p class=quiet>None.</p>"),

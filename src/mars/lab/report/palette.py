@@ -14,23 +14,23 @@ FAMILIES = {
     "mars-shampoo", "adopt", "sgd", "schedule-free",
 }  # fmt: skip
 SAME = {"adam": "adamw", "plain-adamw": "adamw", "nadamw": "adamw"}
-SPARE = 5  # colours for optimizers without a family
-DASHES = ("", "7 3", "2 3", "9 3 2 3")  # of the second, third … member of a family
+SPARE = 5  # colours for optimizers without a family, and for a second one of a family
+DASHES = ("", "7 3", "2 3", "9 3 2 3")  # of the second, third … that has a colour
 
 
 def colours(optimizers: Sequence[str]) -> list[tuple[str, str]]:
     """(name of a CSS variable, dash pattern) for each.
 
     >>> colours(["adamw", "mars-m", "adamw", "my:Own"])
-    [('adamw', ''), ('mars-m', ''), ('adamw', '7 3'), ('spare-0', '')]
+    [('adamw', ''), ('mars-m', ''), ('spare-0', ''), ('spare-1', '')]
     """
-    spare: dict[str, str] = {}
+    spare = 0
     seen: Counter[str] = Counter()
     chosen = []
     for optimizer in optimizers:
         name = SAME.get(optimizer.casefold(), optimizer.casefold())
-        if name not in FAMILIES:
-            name = spare.setdefault(name, f"spare-{len(spare) % SPARE}")
+        if name not in FAMILIES or seen[name]:
+            name, spare = f"spare-{spare % SPARE}", spare + 1
         chosen.append((name, DASHES[seen[name] % len(DASHES)]))
         seen[name] += 1
     return chosen
