@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 from mars.lab import optimizer_state, plainfile, retention, sealed, tensorfile
-from mars.lab.dtensors import is_sharded
 from mars.lab.errors import LabError
 from mars.lab.parallel import World
 from mars.lab.retention import MODEL, OPTIMIZER, TRAINING
 from mars.lab.rundir import reason, temporary_name
 from mars.lab.sealed import CheckpointError
+from mars.sharding import is_sharded
 
 if TYPE_CHECKING:
     from mars.lab.saver import Saver

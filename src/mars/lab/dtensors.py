@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def is_sharded(t: Any) -> bool:
-    """Whether it is a DTensor; without importing them where there are none."""
-    return isinstance(t, Tensor) and type(t) is not Tensor and hasattr(t, "device_mesh")
+from mars.sharding import is_sharded
 
 
 def whole(t: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mars.lab.dtensors import is_sharded, shard_like
+from mars.lab.dtensors import shard_like
 from mars.lab.sealed import CheckpointError
+from mars.sharding import is_sharded
 
 PREFIX = "optimizer.state."
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mars.lab.dtensors import fill
 from mars.lab.models import GPT
 from mars.lab.parallel import World
 from mars.lab.tasks import Task
@@ -31,7 +30,7 @@ def make(task: Task, world: World, device: torch.device, dtype: torch.dtype) -> 
     for module in (*model.transformer.h, model):
         fully_shard(module, mesh=world.mesh, mp_policy=policy)
     model.to_empty(device=device)
-    model.initialise(seed, fill)
+    model.initialise(seed)
     return model
 
 

@@ -11,13 +11,13 @@ Letters in names: B batch, T time, D width, V vocabulary, H heads, E = D/H, N = 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mars.lab.dtensors import fill
 from mars.lab.errors import LabError
 from mars.lab.models.loss import linear_cross_entropy
 from mars.lab.models.products import gelu_mlp, heads, linear
@@ -147,10 +147,6 @@ class Transformer(nn.Module):
         return hidden_BTD
 
 
-def _copy(p: Tensor, drawn: Tensor) -> None:
-    p.copy_(drawn)
-
-
 class GPT(nn.Module):
     """A GPT-2 of any size.
 
@@ -188,12 +184,12 @@ class GPT(nn.Module):
         return [self.transformer.embed, *self.transformer.h, self.transformer.ln_f]
 
     @torch.no_grad()
-    def initialise(self, seed: int, put: Callable[[Tensor, Tensor], object] = _copy) -> None:
+    def initialise(self, seed: int) -> None:
         """Draw all weights anew: N(0, 0.02²), a half's last matrix by 1/√(2·n_layer) less; norms 1.
 
         A pure function of the seed and the shapes: drawn on the CPU in float32, whatever the
-        device and dtype, in the order of `named_parameters`. ``put(p, drawn)`` stores them: of a
-        sharded parameter, the part that this process has.
+        device and dtype, in the order of `named_parameters`. Of a sharded parameter,
+        this process keeps its part.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, p in self.named_parameters():
@@ -203,7 +199,7 @@ class GPT(nn.Module):
             last = name.endswith("c_proj.weight")
             std = 0.02 / math.sqrt(2 * self.config.n_layer) if last else 0.02
             drawn = torch.empty(p.shape, dtype=torch.float32, device="cpu")
-            put(p, drawn.normal_(0.0, std, generator=generator))
+            fill(p, drawn.normal_(0.0, std, generator=generator))
 
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, last_only: bool = False

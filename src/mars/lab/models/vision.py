@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mars.lab.dtensors import fill
 from mars.lab.errors import LabError
-
-
-def _copy(p: Tensor, drawn: Tensor) -> None:
-    p.copy_(drawn)
 
 
 def _conv(n_in: int, n_out: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -52,12 +48,12 @@ class Classifier(nn.Module):
         return logits if targets_B is None else F.cross_entropy(logits.float(), targets_B)
 
     @torch.no_grad()
-    def initialise(self, seed: int, put: Callable[[Tensor, Tensor], object] = _copy) -> None:
+    def initialise(self, seed: int) -> None:
         """Draw all weights anew; norms become 1 and 0, running statistics those of no data.
 
         A pure function of the seed and the shapes: drawn on the CPU in float32, in the order of
-        `named_parameters`. ``put(p, drawn)`` stores them: of a sharded parameter, the part that
-        this process has. Convolutions and linear layers are torch's default, U(±1/√fan-in).
+        `named_parameters`; of a sharded parameter, this process keeps its part. Convolutions and
+        linear layers are torch's default, U(±1/√fan-in).
         """
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
@@ -69,7 +65,7 @@ class Classifier(nn.Module):
             elif isinstance(module, (nn.Conv2d, nn.Linear)):
                 bound = 1 / math.sqrt(math.prod(module.weight.shape[1:]))
                 for p in module.parameters(recurse=False):
-                    put(p, _empty(p).uniform_(-bound, bound, generator=generator))
+                    fill(p, _empty(p).uniform_(-bound, bound, generator=generator))
 
 
 def _empty(p: Tensor) -> Tensor:
@@ -177,14 +173,14 @@ class ViT(Classifier):
         return logits
 
     @torch.no_grad()
-    def initialise(self, seed: int, put: Callable[[Tensor, Tensor], object] = _copy) -> None:
+    def initialise(self, seed: int) -> None:
         """As `Classifier.initialise`, but N(0, 0.02²) for matrices and positions, biases 0."""
         generator = torch.Generator().manual_seed(seed)
         for name, p in self.named_parameters():
             if p.ndim < 2:
                 p.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
             else:
-                put(p, _empty(p).normal_(0.0, 0.02, generator=generator))
+                fill(p, _empty(p).normal_(0.0, 0.02, generator=generator))
 
 
 class CNN(Classifier):
