@@ -49,27 +49,33 @@ def test_a_signal_saves_and_ends_with_success(
     check_whole(mars, folder)
 
 
-# Syncing takes its time, so that there is a save to interrupt.
-SLOW = """
-import os, pathlib, time
+# When `hold` is there, the next save stands still in the midst of its first file: it says `held`,
+# and `asked` when the handler has had a signal.
+HELD = """
+import os, pathlib, signal, time
+folder = pathlib.Path({folder!r})
 fsync = os.fsync
-def slow(descriptor):
-    if pathlib.Path({flag!r}).exists():
-        time.sleep(0.3)
+def held(descriptor):
     fsync(descriptor)
-os.fsync = slow
+    if (folder / "hold").exists() and any(folder.glob("run/checkpoints/.tmp-*")):
+        (folder / "hold").rename(folder / "held")
+        while not signal.getsignal(signal.SIGINT).__self__.asked:
+            time.sleep(0.01)
+        (folder / "asked").touch()
+        time.sleep(1000)
+os.fsync = held
 """
 
 
 def test_a_second_ctrl_c_ends_at_once(mars: Nursery, tmp_path: Path) -> None:
-    folder, flag = tmp_path / "run", tmp_path / "slow"
+    folder = tmp_path / "run"
     path = given(folder, steps=NEVER, eval_every=40)
-    process = mars.start("train", path, fault=SLOW.format(flag=str(flag)))
+    process = mars.start("train", path, fault=HELD.format(folder=str(tmp_path)))
     begun(process, folder)
-    flag.touch()
+    (tmp_path / "hold").touch()
+    process.until((tmp_path / "held").exists)
     process.send(signal.SIGINT)
-    process.until(lambda: any(folder.glob("checkpoints/.tmp-*")))  # it is saving
-    process.send(signal.SIGINT)
+    process.until((tmp_path / "asked").exists)
     process.send(signal.SIGINT)
     ended = process.wait()
     assert ended.code == 130, ended.err
