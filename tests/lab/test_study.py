@@ -58,7 +58,7 @@ def kill_after_a_result(out: Path) -> None:
 
 
 def until(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + 100
+    end = time.monotonic() + 200
     while not done():
         assert time.monotonic() < end
         time.sleep(0.1)
@@ -141,7 +141,7 @@ def test_a_stretch_ends_in_time_and_is_gone_on_with(
     words = ["study", "test_study:long", "--out", str(tmp_path), "--jobs", "1"]
     began = time.monotonic()
     assert main([*words, "--seconds", str(seconds)]) == 0
-    assert time.monotonic() - began < seconds + 1
+    assert time.monotonic() - began < seconds + 5
     assert "the time is up: 1 in progress" in capsys.readouterr().err
     assert Results(tmp_path).read() == []
     (left,) = tmp_path.glob("runs/*/checkpoints/step-*")
