@@ -116,7 +116,8 @@ def test_what_is_wrong_with_an_entrant_is_told_before_the_race(
 def test_a_race_is_stopped_and_goes_on(tmp_path: Path) -> None:
     """SIGTERM to the main process alone: workers save, nobody is left behind, then it goes on."""
     path = tmp_path / "given.json"
-    path.write_text(json.dumps({**to_json(run(tmp_path / "unused", steps=1_000_000)), "recipe": "mini"}))
+    long = run(tmp_path / "unused", steps=1_000_000)
+    path.write_text(json.dumps({**to_json(long), "recipe": "mini"}))
     words = [
         sys.executable, "-m", "mars.lab", "race", str(path), "--optimizers", "adamw", "mars-adamw",
         "--seeds", "2", "--jobs", "2", "--keep.out", str(tmp_path / "race"),
