@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import signal
@@ -18,7 +19,7 @@ import mars
 from mars.diagnostics import Diagnosis
 from mars.lab import checkpoint
 from mars.lab.dtensors import whole
-from mars.lab.errors import Diverged
+from mars.lab.errors import Diverged, LabError
 from mars.lab.log import Log
 from mars.lab.loop import Training
 from mars.lab.optimizers import state_bytes
@@ -180,6 +181,8 @@ class Session:
         self.write(
             {"kind": "end", **self.t.position, "status": "failed", "valid": None, "text": text}
         )
+        with contextlib.suppress(LabError, RuntimeError):  # what is being saved is of before
+            self.finish()
         kept = any((self.directory / "checkpoints").glob("step-*"))
         text = f"{text} (checkpoints before it are kept)" if kept else text
         raise self.world.error(Diverged(text))
