@@ -54,6 +54,23 @@ def test_matrix_rules_train_hidden_matrices_alone(name: str) -> None:
     assert "transformer.wte.weight" in set.union(*rest)
 
 
+def test_tables_can_be_trained_by_another_type() -> None:
+    """The routing of `mars.param_groups` is a configuration's too."""
+    gpt = model()
+    own = "{'mars_type': 'mars-adamw', 'betas': (0.9, 0.95)}"
+    optimizer = build(gpt, Optimizer(name="mars-m", lr=1e-3, options={"embeddings": own}))
+    kinds = {group["name"]: group["mars_type"] for group in optimizer.param_groups}
+    assert kinds["matrices"] == "mars-m"
+    assert kinds["embeddings"] == "mars-adamw"
+    tables = next(g for g in optimizer.param_groups if g["name"] == "embeddings")
+    assert {p.shape for p in tables["params"]} == {
+        gpt.transformer.wte.weight.shape, gpt.transformer.wpe.weight.shape
+    }  # fmt: skip
+    assert (tables["lr"], tables["betas"]) == (1e-3, (0.9, 0.95))
+    with pytest.raises(LabError, match="embeddings"):
+        build(gpt, Optimizer(name="mars-m", lr=1e-3, options={"embeddings": "sideways"}))
+
+
 def test_muon_is_torchs_and_its_state_returns(tmp_path: Path) -> None:
     gpt = model()
     optimizer = build(gpt, Optimizer(name="muon", lr=2e-2, lr_1d=1e-3, betas=(0.9, 0.0)))

@@ -276,13 +276,19 @@ def _muon(model: nn.Module, o: Optimizer, options: dict[str, Any]) -> torch.opti
     ])  # fmt: skip
 
 
+ROUTING = ("matrix_rule", "optimize_1d", "embeddings", "head", "vectors")
+
+
 def _mars(model: nn.Module, o: Optimizer, options: dict[str, Any]) -> torch.optim.Optimizer:
     decay = o.weight_decay if o.weight_decay_1d is None else o.weight_decay_1d
     kind = o.name.removesuffix(AS_PUBLISHED)
     # What decides the routing is for the routing, which tells the optimizer.
-    routed: dict[str, Any] = {n: options[n] for n in ("matrix_rule", "optimize_1d") if n in options}
+    routed: dict[str, Any] = {name: options[name] for name in ROUTING if name in options}
     groups = mars.param_groups(
-        model, mars_type=kind, vectors="no-decay", routes=_convolutions(model, routed), **routed
+        model,
+        mars_type=kind,
+        routes=_convolutions(model, routed),
+        **{"vectors": "no-decay", **routed},
     )
     return mars.MARS(
         groups,

@@ -223,6 +223,48 @@ def gpt2_small_210m() -> Study:
     )
 
 
+def search_50m() -> Study:
+    """Which setting of the family beats the best baseline of either kind?
+
+    MARS-M leaves the token table, a third of this model, to AdamW as Muon does; MARS-AdamW gains
+    where AdamW trains. So let both gain.
+    """
+
+    def mars_m(label: str, **own: object) -> Arm:
+        return Arm(label=label, optimizer="mars-m", lr=4e-3, changes={"optimizer": own})
+
+    def tables(gamma: float) -> dict[str, str]:
+        own = {"mars_type": "mars-adamw", "betas": (0.9, 0.95), "gamma": gamma}
+        return {"embeddings": str(own)}
+
+    adamw, muon = "AdamW", "Muon"
+    arms = (
+        Arm(label=adamw, optimizer="adamw", lr=2e-3),
+        Arm(label=muon, optimizer="muon", lr=4e-3),
+        mars_m("MARS-M"),
+        mars_m("MARS-M, tables by MARS-AdamW", options=tables(0.025)),
+        mars_m("MARS-M, tables by MARS-AdamW, γ = 0.1", options=tables(0.1)),
+        mars_m("MARS-M, γ = 0", gamma=0.0),
+        mars_m("MARS-M, γ = 0.1", gamma=0.1),
+        _mars("MARS-AdamW", 2e-3),
+        _mars("MARS-AdamW, γ = 0.1", 2e-3, gamma=0.1),
+        _mars("MARS-AdamW, γ = 0.1, exact", 2e-3, gamma=0.1, exact=True),
+        _mars("MARS-AdamW, raw second moment", 2e-3, options={"second_moment": "raw"}),
+    )
+    return Study(
+        name="search-50m",
+        question="A 50M-parameter GPT, 59M tokens: which setting of the family is worth a switch?",
+        prediction="MARS-AdamW ends 0.03 below AdamW at its betas. MARS-M equals Muon whatever γ "
+        "is; with its tables trained by MARS-AdamW it ends 0.01 below Muon.",
+        base=gpt_50m,
+        arms=arms,
+        comparisons=(
+            *(_lower(a.label, adamw, 0.03) for a in arms if a.optimizer == "mars-adamw"),
+            *(_lower(a.label, muon, 0.01) for a in arms if a.optimizer == "mars-m"),
+        ),
+    )
+
+
 def tiny_optimizers() -> Study:
     return Study(
         name="tiny-optimizers",
@@ -257,6 +299,7 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "correction-50m": correction_50m,
     "clip-50m": clip_50m,
     "batch-50m": batch_50m,
+    "search-50m": search_50m,
     "gpt2-small": gpt2_small_210m,
     "tiny-optimizers": tiny_optimizers,
     "tiny-correction": tiny_correction,
