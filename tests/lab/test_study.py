@@ -124,6 +124,35 @@ def test_a_study_from_nothing_to_its_verdict(tmp_path: Path, capsys: Capture) ->
     assert path.read_bytes() == before
 
 
+@pytest.mark.slow
+def test_runs_are_taken_from_another_study(tmp_path: Path, capsys: Capture) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    assert main(["study", "test_study:quick", "--out", str(there), "--jobs", "1"]) == 0
+    capsys.readouterr()
+    words = ["study", "test_study:renamed", "--out", str(here), "--jobs", "1"]
+    assert main([*words, "--take", str(tmp_path / "nowhere")]) == 1
+    assert "nowhere/results.jsonl is not there" in capsys.readouterr().err
+    assert main([*words, "--take", str(there)]) == 0
+    said = capsys.readouterr().err
+    ours, theirs = Results(here).read(), Results(there).read()
+    assert {r.arm for r in ours} == {"tuned", "plain γ"}
+    taken = [r for r in ours if r.arm == "tuned"]
+    assert [r.curve for r in taken] == [r.curve for r in theirs if r.arm == "AdamW"]
+    assert f"{there}: {len(taken)} of its runs are runs of renamed too" in said
+    assert "tuned-" not in said, "none was run again"
+
+
+def renamed() -> Study:
+    """AdamW under another name, beside an arm of its own."""
+    arms = (
+        Arm(label="tuned", optimizer="adamw", lr=1e-2, factor=8.0),
+        Arm(label="plain γ", optimizer="mars-adamw", lr=1e-2, factor=8.0,
+            changes={"optimizer": {"gamma": 0.0}}),
+    )  # fmt: skip
+    claim = Comparison(arm="plain γ", baseline="tuned", claim=Claim(kind="lower"))
+    return replace(quick(), name="renamed", arms=arms, comparisons=(claim,))
+
+
 def long() -> Study:
     """A run takes longer than the stretch below."""
     changed = {"loop": {"steps": 3_000_000}}

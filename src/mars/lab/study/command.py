@@ -44,6 +44,8 @@ class StudyArgs:
     """Where the tokens are here, instead of the study's place: they are known by their sha256."""
     valid: str | None = None
     """Where the validation tokens are, if not with the others."""
+    take: tuple[str, ...] = ()
+    """Directories of other studies: runs that are the same here and there are not run again."""
     device: str | None = None
     """cpu, cuda or cuda:1; by default a GPU if there is one."""
     verdict_only: bool = False
@@ -88,6 +90,7 @@ def go_on(name: str, args: StudyArgs, command: str) -> int:
         here = fingerprint.of_study(study)
         fingerprint.check(study, file.read(), directory, here)
         with RunDirectory(directory).lock():
+            _take(study, file, args.take, here)
             stretch = Stretch(
                 study, directory, here, seconds=args.seconds, jobs=args.jobs, seeds=args.seeds,
                 command=command, without=without,
@@ -101,6 +104,19 @@ def go_on(name: str, args: StudyArgs, command: str) -> int:
     for what, text in (failed or {}).items():
         sys.stderr.write(f"mars: error: {what}: {text}\n")
     return 1 if failed else 0
+
+
+def _take(study: Study, file: Results, others: tuple[str, ...], here: dict[str, str]) -> None:
+    """Add what other studies have of this one."""
+    for other in others:
+        theirs = Results(Path(other))
+        if not theirs.path.exists():
+            raise LabError(f"--take: {theirs.path} is not there")
+        known = {result.key for result in file.read()}
+        own = fingerprint.shared(study, theirs.read(), file.path.parent, here)
+        new = [result for result in own if result.key not in known]
+        file.add(new)
+        sys.stderr.write(f"{other}: {len(new)} of its runs are runs of {study.name} too\n")
 
 
 def _cannot(study: Study) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -126,6 +127,24 @@ def check(
                 f"the runs in {directory} cannot be compared, their {name} differ ({said}): choose "
                 f"another --out, or declare the values the same in {EQUIVALENTS}, with a reason"
             )
+
+
+def shared(
+    study: Study, others: Sequence[Result], directory: Path, here: dict[str, str]
+) -> list[Result]:
+    """Of another study's results, those that are runs of this one too, under this one's labels."""
+    declared = equivalents(directory)
+    arms = {of_arm(study, arm): arm.label for arm in study.arms}
+
+    def same(result: Result) -> bool:
+        parts = {part: (result.fingerprint.get(part, "unknown"), here[part]) for part in PARTS}
+        return all(
+            _canonical(part, theirs, declared) == _canonical(part, ours, declared)
+            for part, (theirs, ours) in parts.items()
+        )
+
+    found = ((arms.get(r.fingerprint.get("arm", "")), r) for r in others)
+    return [dataclasses.replace(r, arm=label) for label, r in found if label and same(r)]
 
 
 def _is(here: dict[str, str] | None, part: str, value: str) -> bool:
