@@ -98,7 +98,7 @@ class Nursery:
 
     def close(self) -> None:
         """End it; it ends what it started."""
-        self.parent.communicate(timeout=10)
+        self.parent.communicate(timeout=WAIT)
 
 
 # What follows happens in the parent.
