@@ -16,7 +16,7 @@ import pytest
 import torch
 from miniature import OPTIMIZERS, run
 
-from mars.lab import checkpoint
+from mars.lab import checkpoint, hardware
 from mars.lab.config import Run
 from mars.lab.data import Batches, open_tokens
 from mars.lab.errors import LabError
@@ -372,3 +372,29 @@ def test_a_validation_goes_in_parts_of_one_size_if_there_is_a_good_one(
     task = prepare(run(tmp_path)).task
     task.held_out = held_out
     assert task.validation_rows(micro) == rows
+
+
+def test_deterministic_kernels_are_asked_for_while_it_trains(tmp_path: Path) -> None:
+    asked: list[bool] = []
+
+    def watch(record: dict[str, Any]) -> None:
+        asked.append(torch.are_deterministic_algorithms_enabled())
+
+    train(run(tmp_path / "as-it-is", steps=4), watch=watch)
+    assert set(asked) == {False}
+    asked.clear()
+    train(run(tmp_path / "asked", steps=4, deterministic=True), watch=watch)
+    assert set(asked) == {True}
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    ours, theirs = (weights(tmp_path / name, 4) for name in ("as-it-is", "asked"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_what_has_no_deterministic_kernel_is_named() -> None:
+    with (
+        pytest.raises(LabError, match=r"^loop\.deterministic: .*put_.* deterministic impl"),
+        hardware.deterministic(True),
+    ):
+        torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
+    assert not torch.are_deterministic_algorithms_enabled()

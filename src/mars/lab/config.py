@@ -155,6 +155,9 @@ class Loop:
     """Of the forward and backward pass; auto is bf16 on a GPU that has it, fp32 on a CPU."""
     compile: bool | None = None
     """torch.compile the model; by default on a GPU only."""
+    deterministic: bool = False
+    """The same bits from run to run on a GPU too, whose fastest kernels for attention and
+    embeddings add in whatever order they come; slower. On a CPU it is so anyway."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1; under torchrun each process takes the GPU of its number."""
     parallel: Parallel = "auto"

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     import optuna
 
 # What may differ when a search goes on: it changes no loss, but for rounding.
-FREE = {"device", "threads", "compile", "micro_batch_size", "log_every", "diagnose_every"}
+FREE = {
+    "device", "threads", "compile", "deterministic", "micro_batch_size", "log_every",
+    "diagnose_every",
+}  # fmt: skip
 SHOWN = 5  # trials in the table
 
 

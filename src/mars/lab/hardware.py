@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import math
 import os
 import platform
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,28 @@ def choose_device(name: str, local_rank: int | None = None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise LabError(f"loop.device is {name}, but there are {torch.cuda.device_count()} GPUs")
     return device
+
+
+@contextlib.contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Within it, kernels give the same bits every time, if that is wanted."""
+    if not wanted or torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch insists on it
+    own: Any = torch.utils.deterministic
+    filled, own.fill_uninitialized_memory = own.fill_uninitialized_memory, False  # slow
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        text = str(error).splitlines()[0].partition(", but you set")[0]
+        raise LabError(f"loop.deterministic: {text}") from error
+    finally:
+        torch.use_deterministic_algorithms(False)
+        own.fill_uninitialized_memory = filled
 
 
 def _check_enough(gpus: int) -> None:

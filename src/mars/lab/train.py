@@ -29,8 +29,8 @@ from mars.lab.tasks import Task
 FREE = {
     "keep": None,
     "loop": {
-        "device", "threads", "compile", "micro_batch_size", "log_every", "eval_every",
-        "diagnose_every", "skip_nan", "parallel", "shards",
+        "device", "threads", "compile", "deterministic", "micro_batch_size", "log_every",
+        "eval_every", "diagnose_every", "skip_nan", "parallel", "shards",
         "epochs",  # steps are what counts
     },
 }  # fmt: skip
@@ -76,7 +76,7 @@ def train(
     """
     run = tasks.with_steps(check(run))
     device = hardware.choose_device(run.loop.device, parallel.local_rank())
-    with parallel.joined(run, device) as world:
+    with hardware.deterministic(run.loop.deterministic), parallel.joined(run, device) as world:
         directory = Path(run.directory)
         begun = world.on_first(lambda: _check_directory(run, directory, extend))
         if begun is not None and begun.loop.steps == run.loop.steps:
