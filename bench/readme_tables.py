@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import cost_table
+
 from mars.lab.report import load, summarise, units
 from mars.lab.report.rates import from_grid, read_rates
 from mars.lab.report.statistics import Difference, paired, spread
@@ -205,6 +207,12 @@ def train_speed() -> str:
     return table(["GPT-2 small", "tokens/s", "to plain AdamW", "MFU", "peak GiB"], rows)
 
 
+def cost() -> str:
+    """bench/cost.py: in brackets by how much the planner's prediction is off."""
+    head, *rows = cost_table.rows(result("cost_h200.json"))
+    return table(head, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "gpt-50m": lambda: best_rates(race("gpt-50m")),
     "gpt-50m-rates": lambda: every_rate(race("gpt-50m")),
@@ -214,6 +222,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step-cost": step_cost,
     "lean-state": lean_state,
     "train-speed": train_speed,
+    "cost": cost,
 }
 
 
