@@ -17,6 +17,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import cost_table
+
+from mars.lab import optimizers
+from mars.lab.recipes import settings
 from mars.lab.report import load, summarise, units
 from mars.lab.report.rates import from_grid, read_rates
 from mars.lab.report.statistics import Difference, paired, spread
@@ -114,6 +118,49 @@ def grid(path: Path) -> str:
     return table(["", "best rate", "validation loss", "to AdamW (95 % interval)"], rows)
 
 
+# ---- bench/settings.py
+
+
+COMMON = ("name", "max_grad_norm")  # said elsewhere, and the same for all
+
+
+def measured() -> str:
+    """For every optimizer of a grid or a study its best setting there."""
+    best: dict[tuple[Any, ...], settings.Setting] = {}
+    for s in settings.read():
+        key = s.source, s.parameters, s.seen, s.batch, s.optimizer["name"], "exact" in s.optimizer
+        if key not in best or s.loss < best[key].loss:
+            best[key] = s
+    order = {source: i for i, source in enumerate(dict.fromkeys(s.source for s in best.values()))}
+    rows = []
+    for s in sorted(best.values(), key=lambda s: (order[s.source], s.batch, s.loss)):
+        rest = {n: v for n, v in settings.besides(s.optimizer).items() if n not in COMMON}
+        score = f"error rate {units.share(s.loss)}" if s.unit == "images" else f"{s.loss:.3f}"
+        score += f" ± {s.spread:.3f}" if s.spread is not None and s.unit != "images" else ""
+        source = Path(s.source)
+        file = f"`{source.parent.name}/{source.name}`"
+        if source.is_relative_to("docs"):
+            file = f"[{source.parent.name}]({source.relative_to('docs').as_posix()})"
+        rows.append([
+            optimizers.label(s.optimizer["name"]),
+            f"`{s.recipe}`, {units.tokens(s.parameters)}",
+            f"{units.tokens(s.seen)} {s.unit}",
+            units.tokens(s.batch),
+            units.rate(s.lr) + ("" if s.bracketed else " (at the edge)"),
+            ", ".join(f"{n} {_value(v)}" for n, v in rest.items()),
+            f"{score}, {s.seeds} seeds",
+            file,
+        ])  # fmt: skip
+    head = ["", "model", "seen", "batch", "best rate", "with", "validation loss", "from"]
+    return table(head, rows)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{n}={v}" for n, v in value.items())
+    return str(tuple(value) if isinstance(value, list) else value)
+
+
 # ---- bench/convert_rates.py
 
 CURVES = {
@@ -205,6 +252,12 @@ def train_speed() -> str:
     return table(["GPT-2 small", "tokens/s", "to plain AdamW", "MFU", "peak GiB"], rows)
 
 
+def cost() -> str:
+    """bench/cost.py: in brackets by how much the planner's prediction is off."""
+    head, *rows = cost_table.rows(result("cost_h200.json"))
+    return table(head, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "gpt-50m": lambda: best_rates(race("gpt-50m")),
     "gpt-50m-rates": lambda: every_rate(race("gpt-50m")),
@@ -214,6 +267,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "step-cost": step_cost,
     "lean-state": lean_state,
     "train-speed": train_speed,
+    "cost": cost,
+    "settings": measured,
 }
 
 

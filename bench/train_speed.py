@@ -16,7 +16,6 @@ import gc
 import json
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mars
+from mars.lab.clock import Clock
 from mars.lab.models import GPT, flops_per_token, peak_flops
+from mars.lab.optimizers import state_bytes
 
 
 @dataclass(frozen=True)
@@ -107,55 +108,62 @@ def by_mars(kind: str, clip: float) -> Callable[[nn.Module], torch.optim.Optimiz
 
 
 class Candidate:
-    """A model with an optimizer, ready to step."""
+    """A model with an optimizer, ready to step; MARS clips inside its step."""
 
-    def __init__(self, name: str, model: nn.Module, forward, make, args: argparse.Namespace):
-        self.name, self.model, self.forward, self.args = name, model, forward, args
-        self.optimizer = make(model)
-        self.clips = args.clip if isinstance(self.optimizer, torch.optim.AdamW) else 0.0
-        self.rates: list[float] = []
+    def __init__(
+        self, name: str, model: nn.Module, forward: Callable[..., Tensor],
+        optimizer: torch.optim.Optimizer, clip: float, autocast: bool,
+    ) -> None:  # fmt: skip
+        self.name, self.model, self.forward = name, model, forward
+        self.optimizer, self.autocast = optimizer, autocast
+        self.clips = 0.0 if isinstance(optimizer, mars.MARS) else clip
+        self.clock = Clock(next(model.parameters()).device)
+        self.rates: list[float] = []  # tokens a second, by round
+        self.optimizer_seconds: list[float] = []  # of a step, the clip included, by round
         self.memory: int | None = None
-
-    def backward(self, tokens: Tensor, targets: Tensor) -> None:
-        device = tokens.device.type
-        with torch.autocast(device, torch.bfloat16, self.args.autocast):
-            loss = self.forward(tokens, targets)
-        loss.backward()
 
     def step(self, batch: tuple[Tensor, Tensor]) -> None:
         self.optimizer.zero_grad()
-        self.backward(*batch)
+        with torch.autocast(batch[0].device.type, torch.bfloat16, self.autocast):
+            loss = self.forward(*batch)
+        loss.backward()
+        self.clock.optimizer_begins()
         if self.clips:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clips)
         self.optimizer.step()
+        self.clock.optimizer_ends()
 
     def warm(self, batch: tuple[Tensor, Tensor]) -> None:
         """Two steps, the second for the memory."""
         self.step(batch)
         self.optimizer.zero_grad()
-        if not batch[0].is_cuda:
-            return
-        held = torch.cuda.memory_allocated() - self.own()  # by the others
-        torch.cuda.reset_peak_memory_stats()
-        self.step(batch)
-        self.memory = torch.cuda.max_memory_allocated() - held
+        if batch[0].is_cuda:
+            held = torch.cuda.memory_allocated() - self.own()  # by the others
+            torch.cuda.reset_peak_memory_stats()
+            self.step(batch)
+            self.memory = torch.cuda.max_memory_allocated() - held
+            self.optimizer.zero_grad()
 
     def own(self) -> int:
         """Bytes of parameters and optimizer state."""
-        state = [v for own in self.optimizer.state.values() for v in own.values()]
-        tensors = [*self.model.parameters(), *(v for v in state if isinstance(v, Tensor))]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        parameters = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        return parameters + state_bytes(self.optimizer)
 
     def measure(self, batch: tuple[Tensor, Tensor], steps: int) -> None:
-        """Tokens a second, over some steps."""
-        wait = torch.cuda.synchronize if batch[0].is_cuda else lambda: None
+        """Tokens a second and the optimizer's part, over some steps after one that does not count.
+
+        Gradients are given back afterwards: the next one takes their place.
+        """
         self.step(batch)
-        wait()
-        started = time.perf_counter()
+        self.clock = Clock(batch[0].device)
+        self.clock.start()
         for _ in range(steps):
             self.step(batch)
-        wait()
-        self.rates.append(batch[0].numel() * steps / (time.perf_counter() - started))
+        self.clock.lap_steps = steps
+        seconds, optimizer = self.clock.lap()
+        self.rates.append(batch[0].numel() / seconds)
+        self.optimizer_seconds.append(optimizer)
+        self.optimizer.zero_grad()
 
 
 def candidates(shape: Shape, args: argparse.Namespace) -> list[Candidate]:
@@ -174,7 +182,10 @@ def candidates(shape: Shape, args: argparse.Namespace) -> list[Candidate]:
         ("ours, MARS-M", ours, by_mars("mars-m", args.clip)),
     ]
     chosen = [row for row in every if not args.only or any(word in row[0] for word in args.only)]
-    return [Candidate(name, *made, make, args) for name, made, make in chosen]
+    return [
+        Candidate(name, *made, make(made[0]), args.clip, args.autocast)
+        for name, made, make in chosen
+    ]
 
 
 def compare(shape: Shape, batch_size: int, args: argparse.Namespace) -> list[dict]:
@@ -184,13 +195,11 @@ def compare(shape: Shape, batch_size: int, args: argparse.Namespace) -> list[dic
     everyone = candidates(shape, args)
     for one in everyone:
         one.warm(batch)
-        one.optimizer.zero_grad()
     gc.collect()
     gc.freeze()  # no collection of what the compiler left behind falls into a round
     for _ in range(args.rounds):
         for one in everyone:
             one.measure(batch, args.steps)
-            one.optimizer.zero_grad()
     rows = [row(one, shape, batch_size, args) for one in everyone]
     for found in rows:
         found["ratio"] = found["tokens_per_second"] / rows[0]["tokens_per_second"]

@@ -356,6 +356,19 @@ def test_what_does_not_fit_is_told_with_a_remedy(capsys: Capture) -> None:
         assert (used.room(gpus.find("h100")) >= 0) == fits
 
 
+def test_known_shapes_have_the_size_of_their_names() -> None:
+    for name, billions in (("gpt3-2.7b", 2.65), ("gpt3-6.7b", 6.65), ("gpt3-13b", 12.85)):
+        assert models.find(name).elements == pytest.approx(1e9 * billions, rel=0.01)
+    assert models.find("gpt3-13b").run.gpt.block_size == 2048
+
+
+def test_a_gpu_is_known_by_the_name_of_its_driver() -> None:
+    found = gpus.by_driver("NVIDIA H200", 100.0)
+    assert found is not None
+    assert (found.name, found.memory_bytes) == ("h200", 100.0)
+    assert gpus.by_driver("NVIDIA T4", 100.0) is None
+
+
 def test_the_errors_are_printed(capsys: Capture) -> None:
     assert main(["plan", "--validate"]) == 0
     text = capsys.readouterr().out

@@ -17,9 +17,10 @@ from miniature import run
 from mars.lab import arguments, log, search
 from mars.lab.config import Run, to_json
 from mars.lab.errors import LabError
+from mars.lab.recipes.settings import Recommendation, recommended
 from mars.lab.report import load
 from mars.lab.rundir import RunDirectory
-from mars.lab.search import Range, at, at_edge, space
+from mars.lab.search import Range, at, at_edge, space, starts
 from mars.lab.trial import Order, attempt
 from mars.lab.tune import tune_command
 
@@ -91,6 +92,51 @@ def test_a_search_tries_the_recipe_first_and_leaves_a_better_one(
     assert " left" in captured.err
     assert "the recipe's own" in captured.out
     assert f"mars train {out}/best.json" in captured.out
+
+
+def test_a_search_begins_with_what_was_measured_then_with_the_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "search"
+    words = ("gpt-tiny", "--optimizer", "muon", "--loop.steps", 2, "--out", out, "--trials")
+    assert go(*words, 1) == 0
+    assert go(*words, 2) == 0
+    first, second = (t["values"] for t in found(out)["trials"])
+    assert first == {"lr": 0.032, "weight_decay": 0.1}  # of the study, whose runs are shorter
+    assert second == {"lr": 0.016, "weight_decay": 0.1}  # of the recipe's grid
+    config = json.loads((out / "trial-0000" / "config.json").read_text())
+    assert config["optimizer"]["lr_1d"] == 0.016
+    said = capsys.readouterr()
+    assert said.err.count("first: ") == 1
+    assert "first: recommended, then the recipe's own settings: lr 0.032: best of 4" in said.err
+    assert "75 times more tokens (docs/results/tiny-optimizers/results.jsonl, Muon)" in said.err
+    rows = [line for line in said.out.splitlines() if "the recipe's own" in line]
+    assert len(rows) == 1
+    assert rows[0].startswith("1 ")
+
+
+def advice(**changes: Any) -> Recommendation | None:
+    """What is recommended for AdamW on the miniature."""
+    made = of(name="adamw", lr=1e-2, weight_decay=0.1, **changes)
+    return recommended(made.optimizer, 363168, 153600)
+
+
+def test_what_is_recommended_is_tried_where_it_can_be() -> None:
+    found = advice()
+    assert found is not None
+    ranges = space(of(name="adamw", lr=1e-2, weight_decay=0.1))
+    own = {"lr": 1e-2, "weight_decay": 0.1}
+    first, said = starts(ranges, found)
+    assert first == [{"lr": 0.0025, "weight_decay": 0.1}, own]
+    assert said.startswith("first: recommended")
+    first, said = starts(space(of(name="adamw", lr=1e-4, weight_decay=0.1)), found)
+    assert first == [{"lr": 1e-4, "weight_decay": 0.1}]
+    assert "recommended, but lr 0.0025 is not within 1.25e-05 to 0.0008" in said
+    same = space(of(name="adamw", lr=0.0025, weight_decay=0.1))
+    assert starts(same, found)[0] == [{"lr": 0.0025, "weight_decay": 0.1}]
+    assert "which are recommended: lr 0.0025" in starts(same, found)[1]
+    assert starts(ranges, None)[0] == [own]
+    assert advice(options={"amsgrad": "True"}) is None
 
 
 def test_a_search_that_goes_on_tries_what_it_would_have_tried(tmp_path: Path) -> None:
@@ -224,7 +270,7 @@ def test_two_trials_at_a_time(tmp_path: Path) -> None:
     assert tune_command(words) == 0
     about = found(out)
     assert [t["state"] for t in about["trials"]] == ["complete"] * 3
-    assert about["trials"][0]["values"]["lr"] == 1e-2
+    assert about["trials"][1]["values"]["lr"] == 1e-2  # the first is what was measured elsewhere
     assert len({made.final for made in load([out])}) == 3
 
 

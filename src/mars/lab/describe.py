@@ -15,6 +15,7 @@ from mars.lab.errors import LabError
 from mars.lab.models import GPT
 from mars.lab.optimizers import build, label
 from mars.lab.parallel import World
+from mars.lab.recipes import settings
 from mars.lab.report import units
 from mars.lab.tasks import Task
 
@@ -31,6 +32,7 @@ def describe(run: Run) -> str:
     parts = [
         ("configuration", json.dumps(to_json(run), indent=2)),
         ("parameters", _parameters(model)),
+        ("learning rate", rate(run, model)),
         (f"routing of {label(run.optimizer.name)}", routing(model, optimizer)),
         ("memory", _memory(task, model, optimizer, device, world)),
         ("budget", _budget(task, device, world)),
@@ -45,6 +47,19 @@ def _parameters(model: nn.Module) -> str:
     flat = any(p.ndim > 2 for p in model.parameters())
     what = "hidden matrices and convolutions" if flat else "hidden matrices"
     return f"{total:,} in all, {hidden:,} in {what}"
+
+
+def rate(run: Run, model: nn.Module) -> str:
+    """Which runs the learning rate comes from, and the best setting that was measured nearby."""
+    about = sum(p.numel() for p in model.parameters()), *settings.seen(run)
+    own = settings.recommended(run.optimizer, *about, alike=True)
+    best = settings.recommended(run.optimizer, *about)
+    if best is None:
+        return f"lr {run.optimizer.lr:g}: no grid here had this optimizer with these options"
+    if own is not None and own.setting.lr == run.optimizer.lr:
+        better = "" if best.setting is own.setting else f"\nwith other settings: {best}"
+        return f"{own}{better}"
+    return f"lr {run.optimizer.lr:g}: not the best of a grid here\nnearest that is: {best}"
 
 
 def routing(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:

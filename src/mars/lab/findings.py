@@ -136,14 +136,15 @@ class Findings:
         trials = ranked(study)
         if not trials:
             return f"no trial is complete yet: {self.directory}"
-        own = [t for t in trials[SHOWN:] if t.number == 0]
+        values = {name: found.own for name, found in self.ranges.items()}
+        own = [t for t in trials[SHOWN:] if t.params == values]
         rows = [("trial", search.judged_by(self.run), *self.ranges, "")]
         rows += [
             (
                 str(t.number),
                 units.loss(t.value),
                 *(units.rate(t.params[name]) for name in self.ranges),
-                "the recipe's own" if t.number == 0 else "",
+                "the recipe's own" if t.params == values else "",
             )
             for t in trials[:SHOWN] + own
         ]

@@ -17,6 +17,7 @@ from mars.lab.errors import LabError
 from mars.lab.hardware import choose_device
 from mars.lab.optimizers import build
 from mars.lab.pool import Job, cores, run_all
+from mars.lab.recipes import settings
 from mars.lab.report import Summary
 from mars.lab.rundir import RunDirectory, write_atomically
 from mars.lab.train import first_difference
@@ -217,8 +218,9 @@ def tell(args: RaceArgs, directory: Path, jobs: list[Job], about: dict[str, Any]
     known = grid if grid["optimizers"] and len(args.rates) == 1 else None
     summary = summarise(runs, baseline=about["baseline"], rates=known)
     sys.stdout.write("\n" + table(summary) + "\n")
+    measured = {s.optimizer["name"] for s in settings.read() if s.recipe == about["recipe"]}
     for name in about["optimizers"]:
-        if known and name not in known["optimizers"]:
+        if known and name not in measured:
             sys.stdout.write(f"! the rate of {name} is not tuned; a grid: --rates 0.25 0.5 1 2 4\n")
     if len(args.rates) > 1:
         outcome = json.dumps(grid_of(summary, about), indent=1) + "\n"

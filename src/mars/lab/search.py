@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from mars.lab.config import Model, Run
 from mars.lab.errors import LabError
 from mars.lab.optimizers import REGISTRY
+from mars.lab.recipes.settings import Recommendation, at_rate
 
 if TYPE_CHECKING:
     import optuna
@@ -88,10 +89,9 @@ def at(run: Run, ranges: Mapping[str, Range], values: Mapping[str, float]) -> Ru
         name: value if value == ranges[name].own else float(f"{value:.4g}")
         for name, value in values.items()
     }
-    o = run.optimizer
-    if "lr" in fields and "lr_1d" not in fields and o.lr_1d is not None:
-        same = fields["lr"] == o.lr
-        fields["lr_1d"] = o.lr_1d if same else float(f"{o.lr_1d * fields['lr'] / o.lr:.4g}")
+    own = run.optimizer
+    if "lr" in fields and "lr_1d" not in fields and fields["lr"] != own.lr:
+        fields |= at_rate(own, fields["lr"])
     return run.replace(optimizer=dict(fields))
 
 
@@ -145,17 +145,40 @@ def first_pruning(run: Run) -> int:
     return max(run.loop.steps // 3, 2 * run.schedule.warmup_steps)
 
 
-def next_trial(study: optuna.Study, ranges: Mapping[str, Range], seed: int) -> optuna.Trial:
-    """A new trial with its settings; the first has the recipe's own.
+def starts(
+    ranges: Mapping[str, Range], advice: Recommendation | None
+) -> tuple[list[dict[str, float]], str]:
+    """The first settings to try, what was recommended and the recipe's own; and a word on that."""
+    own = {name: found.own for name, found in ranges.items()}
+    if advice is None:
+        return [
+            own
+        ], "first: the recipe's own settings; no grid here had this optimizer with these options"
+    values = {name: advice.setting.optimizer.get(name, value) for name, value in own.items()}
+    if values == own:
+        return [own], f"first: the recipe's own settings, which are recommended: {advice}"
+    for name, found in ranges.items():
+        if not found.low <= values[name] <= found.high:
+            limits = f"{found.low:.3g} to {found.high:.3g}"
+            text = f"recommended, but {name} {values[name]:g} is not within {limits}: {advice}"
+            return [own], f"first: the recipe's own settings; {text}"
+    return [values, own], f"first: recommended, then the recipe's own settings: {advice}"
+
+
+def next_trial(
+    study: optuna.Study, ranges: Mapping[str, Range], seed: int, first: Sequence[dict[str, float]]
+) -> optuna.Trial:
+    """A new trial with its settings; the first ones are given.
 
     A trial's random numbers depend on the seed and its own number alone, so that a search that was
     interrupted draws what it would have drawn.
     """
     from optuna.samplers import TPESampler
 
-    number = len(study.get_trials(deepcopy=False))
-    if number == 0:
-        study.enqueue_trial({name: found.own for name, found in ranges.items()})
+    trials = study.get_trials(deepcopy=False)
+    number = len(trials)
+    if number < len(first) and first[number] not in [trial.params for trial in trials]:
+        study.enqueue_trial(first[number])
     study.sampler = TPESampler(seed=(seed * 1_000_003 + number) % 2**32, n_startup_trials=STARTUP)
     trial = study.ask()
     suggest(trial, ranges)

@@ -8,18 +8,22 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mars.lab import arguments, findings, search, workers
+import torch
+
+from mars.lab import arguments, findings, search, tasks, workers
 from mars.lab.config import Run
 from mars.lab.errors import LabError
 from mars.lab.findings import Findings
 from mars.lab.hardware import choose_device
 from mars.lab.pool import cores
+from mars.lab.recipes import settings
 from mars.lab.report import units
 from mars.lab.rundir import RunDirectory
 from mars.lab.trial import Ended, Order, attempt
@@ -33,7 +37,7 @@ class TuneArgs(Run):
     """Search the settings of an optimizer."""
 
     trials: int = 20
-    """Settings to try; the first are the recipe's own."""
+    """Settings to try; the first are the best measured for a like model, then the recipe's own."""
     search: tuple[search.Name, ...] | None = None
     """What to vary; by default lr, weight_decay and, for MARS, gamma."""
     seeds: int = 1
@@ -81,13 +85,23 @@ def tune(args: TuneArgs, directory: Path, command: str) -> int:
     jobs = args.jobs or (min(cores(), max(1, args.trials // 4)) if on_cpu else 1)
     if jobs > 1 and run.loop.threads is None:
         run = run.replace(loop={"threads": max(1, cores() // jobs)})
+    first, said = search.starts(ranges, advice(run))
     found = Findings(directory, run, ranges, args.seeds, command)
     found.compare()
+    if not (directory / "study").exists():
+        sys.stderr.write(said + "\n")
     with RunDirectory(directory).lock():
-        complete = Search(args, found, jobs).go()
+        complete = Search(args, found, jobs, first).go()
     if not complete:
         sys.stdout.write("stopped; the same command goes on from here\n")
     return 0
+
+
+def advice(run: Run) -> settings.Recommendation | None:
+    """What was measured for a model and a number of tokens like the run's."""
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in tasks.of(run).model(None).parameters())
+    return settings.recommended(run.optimizer, parameters, *settings.seen(run))
 
 
 class _Here(Executor):
@@ -102,8 +116,10 @@ class _Here(Executor):
 class Search:
     """A search under way: asks for settings, has them tried, notes how that ended."""
 
-    def __init__(self, args: TuneArgs, found: Findings, jobs: int) -> None:
-        self.args, self.findings, self.jobs = args, found, jobs
+    def __init__(
+        self, args: TuneArgs, found: Findings, jobs: int, first: Sequence[dict[str, float]]
+    ) -> None:
+        self.args, self.findings, self.jobs, self.first = args, found, jobs, first
         self.run, self.ranges, self.directory = found.run, found.ranges, found.directory
         self.first_pruning = search.first_pruning(self.run) if args.prune else None
         search.repair(self.directory)
@@ -171,7 +187,7 @@ class Search:
                 return left
         if sum(trial.state != TrialState.WAITING for trial in trials) >= self.args.trials:
             return None
-        return search.next_trial(self.study, self.ranges, self.run.loop.seed)
+        return search.next_trial(self.study, self.ranges, self.run.loop.seed, self.first)
 
     def _folders(self, number: int) -> list[Path]:
         names = findings.folders(number, self.run, self.args.seeds)

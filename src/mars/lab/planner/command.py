@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mars.lab import recipes
 from mars.lab.arguments import UsageError
 from mars.lab.errors import LabError
 from mars.lab.planner import models, predict, validate, words
@@ -75,7 +74,7 @@ def plan_command(name: str | None, args: PlanArgs) -> None:
         _write(args.json, [{**dataclasses.asdict(c), "error": c.error} for c in compared])
         return
     if name is None:
-        known = ", ".join([*recipes.RECIPES, *models.LLAMAS])
+        known = ", ".join(models.KNOWN)
         raise UsageError(f"mars plan needs a model: {known}; or --validate")
     job = job_of(name, args)
     predictions = [predict.predict(job, optimizer) for optimizer in chosen(args.optimizer)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mars.lab.errors import LabError
 from mars.lab.models.flops import peak_of
@@ -95,6 +95,12 @@ GPUS: dict[str, Gpu] = {
         ),
     )
 }  # fmt: skip
+
+
+def by_driver(name: str, memory_bytes: float) -> Gpu | None:
+    """The GPU that the driver calls so, with the memory that is here; None if it is not known."""
+    known = next((own for own, driver in _DRIVER_NAMES.items() if driver == name), None)
+    return None if known is None else replace(GPUS[known], memory_bytes=memory_bytes)
 
 
 def find(name: str) -> Gpu:

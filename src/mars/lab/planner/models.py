@@ -1,4 +1,4 @@
-"""What is to be trained: the tensors of a recipe, or of a Llama, which can be planned only."""
+"""What is to be trained: the tensors of a recipe, or of a GPT-3 or Llama, for plans only."""
 
 from __future__ import annotations
 
@@ -64,6 +64,15 @@ class Model:
         return (self.layers + 17 + 2) * per_width
 
 
+# Layers, heads, width, sequences of a step (arXiv 2005.14165, table 2.1, where 13B has a width of
+# 5140, which 40 heads of 128 do not give).
+GPT3: dict[str, tuple[int, int, int, int]] = {
+    "gpt3-2.7b": (32, 32, 2560, 1 << 9),
+    "gpt3-6.7b": (32, 32, 4096, 1 << 10),
+    "gpt3-13b": (40, 40, 5120, 1 << 10),
+}
+GPT3_CONTEXT = 2048
+
 # Layers, width, width of keys and values, width of the MLP, vocabulary, head tied, context.
 LLAMAS: dict[str, tuple[int, int, int, int, int, bool, int]] = {
     "llama-1b": (16, 2048, 512, 8192, 128256, True, 8192),
@@ -73,17 +82,19 @@ LLAMAS: dict[str, tuple[int, int, int, int, int, bool, int]] = {
     "llama-70b": (80, 8192, 1024, 28672, 32000, False, 4096),
 }
 LLAMA_BATCH_TOKENS = 1 << 22
+KNOWN = [*recipes.RECIPES, *GPT3, *LLAMAS]
 
 
 def find(name: str) -> Model:
-    """The model of a recipe, a configuration file, a run's directory, or one of the Llamas."""
+    """The model of a recipe, a configuration file, a run's directory, or a known shape."""
     if name in LLAMAS:
         return _llama(name)
+    if name in GPT3:
+        return _gpt3(name)
     if name in recipes.RECIPES or Path(name).is_dir() or name.endswith(".json"):
         return of_run(base_run(name, []), name)
-    known = [*recipes.RECIPES, *LLAMAS]
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+    near = difflib.get_close_matches(name, KNOWN, 1)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(KNOWN)}"
     raise LabError(f"unknown model {name!r}: {hint}")
 
 
@@ -99,6 +110,13 @@ def of_run(run: Run, name: str) -> Model:
         part = blocks if own.startswith("transformer.h.") else tables
         part.append(Shape(tuple(p.shape), p in hidden))
     return Model(name, run, blocks, tables)
+
+
+def _gpt3(name: str) -> Model:
+    """With GPT-2's vocabulary and no biases, as our GPT has it."""
+    layers, heads, width, batch = GPT3[name]
+    config = Config(n_layer=layers, n_head=heads, n_embd=width, block_size=GPT3_CONTEXT)
+    return of_run(Run(recipe=name, model=config, loop=Loop(batch_size=batch)), name)
 
 
 def _llama(name: str) -> Model:

@@ -205,7 +205,13 @@ def errors(compared: Sequence[Compared], unmodelled: Sequence[str]) -> str:
         mark = (" fitted" if c.fitted else "") + (" !" if abs(c.error) > LARGE else "")
         rows.append((c.where, c.name, c.quantity, f"{c.predicted:.4g}", f"{c.measured:.4g}",
                      f"{c.error:+.1%}{mark}"))  # fmt: skip
-    lines = [table(rows, left=3), ""]
+    summary = error_summary(compared)
+    return "\n".join([table(rows, left=3), "", *summary, "not modelled: " + "; ".join(unmodelled)])
+
+
+def error_summary(compared: Sequence[Compared]) -> list[str]:
+    """Of every quantity the median and the worst error."""
+    lines = []
     for quantity in dict.fromkeys(c.quantity for c in compared):
         for fitted in (False, True):
             some = sorted(abs(c.error) for c in compared
@@ -217,4 +223,4 @@ def errors(compared: Sequence[Compared], unmodelled: Sequence[str]) -> str:
                     f"{len(some)} rows, median {some[len(some) // 2]:.1%}, worst {some[-1]:.1%}, "
                     f"{far} off by more than {LARGE:.0%}"
                 )
-    return "\n".join([*lines, "not modelled: " + "; ".join(unmodelled)])
+    return lines

@@ -1,4 +1,4 @@
-"""Small models, at rates found by grids that are kept beside the recipes (rates/*.json)."""
+"""Small models, at the best rates that were measured (settings.json)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from mars.lab.config import Data, Keep, Loop, Model, Optimizer, Run, Schedule
 from mars.lab.optimizers import find
+from mars.lab.recipes import settings
 
 # Settings that are not searched. Lion takes small rates and decays accordingly more; MARS-AdamW has
 # AdamW's betas, with which it does better than with the published ones (docs/results).
@@ -25,20 +26,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 DECAY = 0.1
 
-# Where grids begin: the middle of the rates that are tried.
+# Rates where nothing has been measured: where a grid should begin. AdamW's are for all others.
 GUESSES: dict[str, dict[str, float]] = {
-    "gpt-tiny": {
-        "adamw": 1e-2, "lion": 1e-3, "muon": 1.6e-2, "soap": 1e-2, "mars-adamw": 1e-2,
-        "mars-lion": 1e-3, "mars-shampoo": 2e-2, "mars-m": 1.6e-2,
-    },
+    "gpt-tiny": {"adamw": 1e-2},
     "gpt-50m": {
-        "adamw": 2e-3, "lion": 3e-4, "muon": 4e-3, "soap": 2e-3, "mars-adamw": 2e-3,
-        "mars-lion": 3e-4, "mars-shampoo": 2e-2, "mars-m": 4e-3,
+        "adamw": 2e-3, "lion": 3e-4, "muon": 4e-3, "soap": 2e-3, "mars-lion": 3e-4,
+        "mars-shampoo": 2e-2, "mars-m": 4e-3,
     },
-    "digits-cnn": {
-        "adamw": 1e-2, "lion": 1e-3, "muon": 1e-2, "soap": 1e-2, "mars-adamw": 1e-2,
-        "mars-adamw-2d": 1e-2, "mars-lion": 1e-3, "mars-shampoo": 2e-2, "mars-m": 1e-2,
-    },
+    "digits-cnn": {"adamw": 1e-2},
 }  # fmt: skip
 
 
@@ -53,37 +48,44 @@ def rates(recipe: str) -> dict[str, Any]:
     return found
 
 
-def tuned(recipe: str, name: str) -> Optimizer:
-    """An optimizer at the best rate of the recipe's grid; ``lr_1d`` is a multiple of that here."""
-    guess = GUESSES[recipe].get(name) or find(name).lr or GUESSES[recipe]["adamw"]
-    lr = rates(recipe)["optimizers"].get(name, {}).get("best", guess)
-    settings = {"weight_decay": DECAY, **SETTINGS.get(name, {})}
-    if "lr_1d" in settings:
-        settings["lr_1d"] = lr * settings["lr_1d"]
-    return Optimizer(name=name, lr=lr, **settings)
+def untuned(recipe: str, name: str, **more: Any) -> Optimizer:
+    """An optimizer with its settings, at a guessed rate; ``lr_1d`` is a multiple of that here."""
+    lr = GUESSES[recipe].get(name) or find(name).lr or GUESSES[recipe]["adamw"]
+    fields = {"weight_decay": DECAY, **SETTINGS.get(name, {}), **more}
+    if "lr_1d" in fields:
+        fields["lr_1d"] = lr * fields["lr_1d"]
+    return Optimizer(name=name, lr=lr, **fields)
+
+
+def tuned(run: Run) -> Run:
+    """The run at the best rate that was measured on its recipe; as it is, if none was."""
+    found = settings.of_recipe(run)
+    if found is None:
+        return run
+    return run.replace(optimizer=settings.at_rate(run.optimizer, found.lr))
 
 
 def gpt_tiny(optimizer: str) -> Run:
     """Half a minute on one core: for races on any machine."""
-    return Run(
+    return tuned(Run(
         recipe="gpt-tiny",
         model=Model(n_layer=3, n_head=4, n_embd=96, block_size=64, vocab_size=256),
         data=Data(source="tinyshakespeare", tokenizer="bytes"),
-        optimizer=tuned("gpt-tiny", optimizer),
+        optimizer=untuned("gpt-tiny", optimizer),
         schedule=Schedule(shape="cosine", warmup_steps=50, min_lr=0.1),
         loop=Loop(steps=500, batch_size=16, eval_every=50, eval_sequences=128, log_every=10),
         keep=Keep(save_every=200),
-    )
+    ))  # fmt: skip
 
 
 def gpt_50m(optimizer: str) -> Run:
     """51M parameters, 900 steps of 64k tokens: a first real comparison on one GPU."""
-    return Run(
+    return tuned(Run(
         recipe="gpt-50m",
         model=Model(n_layer=8, n_head=8, n_embd=512, block_size=1024, vocab_size=50304),
         data=Data(source="data/text", tokenizer="gpt2"),
-        optimizer=tuned("gpt-50m", optimizer),
+        optimizer=untuned("gpt-50m", optimizer),
         schedule=Schedule(shape="cosine", warmup_steps=90, min_lr=0.1),
         loop=Loop(steps=900, batch_size=64, eval_every=100, eval_sequences=512, log_every=10),
         keep=Keep(save_every=300),
-    )
+    ))  # fmt: skip

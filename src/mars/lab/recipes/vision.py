@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mars.lab.config import Arch, ImageData, ImageModel, Keep, Loop, Optimizer, Run, Schedule
-from mars.lab.recipes.small import tuned
+from mars.lab.recipes.small import tuned, untuned
 
 # Training images, classes and size of a data set.
 SETS = {
@@ -67,15 +67,14 @@ def maker(data: str, arch: Arch, *, short: bool = False) -> Callable[[str], Run]
 
 def digits_cnn(optimizer: str) -> Run:
     """Seconds on one core: for races on any machine."""
-    found = tuned("digits-cnn", optimizer)
-    if optimizer.startswith("mars-") and optimizer != "mars-adamw-2d":
-        found = Optimizer(**{**vars(found), "options": FLATTEN})
-    return Run(
+    flat = optimizer.startswith("mars-") and optimizer != "mars-adamw-2d"
+    more = {"options": FLATTEN} if flat else {}
+    return tuned(Run(
         recipe="digits-cnn",
         model=ImageModel(arch="cnn", classes=10, channels=1, size=8),
         data=ImageData(source="digits", pad=1, flip=False),
-        optimizer=found,
+        optimizer=untuned("digits-cnn", optimizer, **more),
         schedule=Schedule(shape="onecycle", warmup_steps=0),
         loop=Loop(epochs=20, steps=450, batch_size=64, eval_every=45, log_every=9),
         keep=Keep(save_every=180),
-    )
+    ))  # fmt: skip

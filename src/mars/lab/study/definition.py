@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from mars.lab.config import Run, check, to_json
 from mars.lab.errors import LabError
+from mars.lab.recipes.settings import at_rate
 from mars.lab.train import FREE
 
 SPAN = 8  # rungs of a ladder on either side of its first rate
@@ -125,10 +126,7 @@ class Study:
         run = self.base(arm.optimizer)
         for changes in (self.overrides, arm.changes):
             run = run.replace(**{part: dict(fields) for part, fields in changes.items()})
-        own = run.optimizer
-        fields: dict[str, Any] = {"lr": arm.lr if lr is None else lr}
-        if own.lr_1d is not None:
-            fields["lr_1d"] = float(f"{own.lr_1d * fields['lr'] / own.lr:.4g}")
+        fields = at_rate(run.optimizer, arm.lr if lr is None else lr)
         keep = {"out": None if out is None else str(out), "last": 1, "resume": True}
         run = run.replace(optimizer=fields, loop={"seed": seed}, keep=keep)
         return check(dataclasses.replace(run, recipe=self.name))

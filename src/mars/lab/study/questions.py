@@ -17,7 +17,6 @@ from pathlib import Path
 from mars.lab import recipes
 from mars.lab.config import Run
 from mars.lab.errors import LabError
-from mars.lab.recipes.small import tuned
 from mars.lab.study.definition import Arm, Changes, Claim, Comparison, Study
 
 GAMMAS = (0.0125, 0.025, 0.05, 0.1)
@@ -37,7 +36,7 @@ def gpt2_small(optimizer: str) -> Run:
         loop={"steps": 1600, "batch_size": 128, "eval_every": 200, "eval_sequences": 512},
         keep={"save_every": 400},
     )
-    own = tuned("gpt-50m", optimizer)
+    own = recipes.make("gpt-50m", optimizer).optimizer
     return run.replace(optimizer={f: getattr(own, f) for f in own.__dataclass_fields__})
 
 
