@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WAIT = 150.0  # seconds; nothing here takes five, unless the machine is busy
+WAIT = 60.0  # seconds; nothing here takes five
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Process:
             self.ended = Ended(code, self.out.read_text(errors="replace"), err)
         return self.ended
 
-    def until(self, holds: Callable[[], bool], seconds: float = WAIT) -> None:
+    def until(self, holds: Callable[[], bool], seconds: float = 30.0) -> None:
         """Wait until something holds."""
         end = time.monotonic() + seconds
         while not holds():

@@ -33,7 +33,7 @@ class Race:
 
     def workers(self) -> list[int]:
         """Processes that train: they hold the locks. Waits until each has saved something."""
-        self.process.until(lambda: len(self._saved()) == self.jobs)
+        self.process.until(lambda: len(self._saved()) == self.jobs, 100)
         return [json.loads((folder / "lock").read_text())["pid"] for folder in self._saved()]
 
     def _saved(self) -> set[Path]:
@@ -52,7 +52,7 @@ class Race:
         assert all(any(r.get("what") == "resumed" for r in logs[folder]) for folder in begun)
 
 
-def gone(pid: int, seconds: float = 100) -> bool:
+def gone(pid: int, seconds: float = 30) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:

@@ -38,7 +38,7 @@ def _main(rank: int, size: int, port: int, pipe: Connection, do: Callable[..., A
     os._exit(0)  # others may be gone: do not say good-bye
 
 
-def launch(size: int, do: Callable[..., Any], *args: Any, seconds: float = 150) -> list[Any]:
+def launch(size: int, do: Callable[..., Any], *args: Any, seconds: float = 60) -> list[Any]:
     """What ``do(*args)`` returns, or raises, on each of so many connected processes.
 
     An exception is returned as ("error", its class, its text, its trace); of a killed one, "dead".

@@ -204,7 +204,7 @@ def test_one_that_dies_does_not_hang_the_others(tmp_path: Path) -> None:
 
 def test_one_that_cannot_begin_does_not_hang_the_others(tmp_path: Path) -> None:
     """DDP's first messages come when all have what they need."""
-    first, second = launch(2, without_memory, 1, config(tmp_path, parallel="ddp"))
+    first, second = launch(2, without_memory, 1, config(tmp_path, parallel="ddp"), seconds=20)
     assert (first[1], second[1]) == ("Elsewhere", "LabError")
     assert "the model does not fit in memory: CUDA out of memory" in second[2]
 
@@ -293,7 +293,7 @@ def test_weights_from_elsewhere_begin_a_run_of_shards(tmp_path: Path) -> None:
 def test_what_one_rank_cannot_read_ends_all(tmp_path: Path, name: str) -> None:
     made = config(tmp_path / "run", parallel="fsdp2", steps=3)
     launch(2, train_all, made)
-    results = launch(2, unreadable, name, made.replace(loop={"steps": 6}))
+    results = launch(2, unreadable, name, made.replace(loop={"steps": 6}), seconds=40)
     assert [result[1] for result in results] == ["Elsewhere", "CheckpointError"]
     assert {f"{name} cannot be read" in result[2] for result in results} == {True}
 

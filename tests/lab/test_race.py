@@ -123,14 +123,14 @@ def test_a_race_is_stopped_and_goes_on(tmp_path: Path) -> None:
         "--seeds", "2", "--jobs", "2", "--keep.out", str(tmp_path / "race"),
     ]  # fmt: skip
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for _ in range(1500):
+    for _ in range(600):
         logs = list((tmp_path / "race").glob("*/log.jsonl"))
         if len([log for log in logs if '"train"' in log.read_text()]) == 2:
             break
         assert process.poll() is None, process.communicate()
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "the same command goes on" in out
     ends = [read(log.parent)[-1] for log in (tmp_path / "race").glob("*/log.jsonl")]
@@ -138,13 +138,13 @@ def test_a_race_is_stopped_and_goes_on(tmp_path: Path) -> None:
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
     assert left.stdout == ""
     again = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for _ in range(1500):
+    for _ in range(600):
         resumed = [r["what"] for f in logs for r in read(f.parent) if r["kind"] == "event"]
         if resumed.count("resumed") == 2:
             break
         time.sleep(0.1)
     again.send_signal(signal.SIGTERM)
-    again.communicate(timeout=120)
+    again.communicate(timeout=60)
     assert resumed.count("resumed") == 2
 
 

@@ -20,13 +20,13 @@ if "ignored" in sys.argv:
 from mars.lab.signals import Interrupt
 with Interrupt() as interrupt:
     print("ready", flush=True)
-    for step in range(10_000):
+    for step in range(1000):
         if interrupt.asked:
             break
         time.sleep(0.01)
     print("asked", interrupt.asked, flush=True)
     if "save" in sys.argv:
-        time.sleep(100)
+        time.sleep(10)
 print("restored", signal.getsignal(signal.SIGINT) is signal.default_int_handler,
       signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, flush=True)
 """
@@ -61,7 +61,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 def test_the_loop_is_asked_and_ends_cleanly(number: signal.Signals) -> None:
     process = start()
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=20)
     assert out == f"asked {number.name}\nrestored True True\n"
     assert (process.returncode, err) == (0, "")
 
@@ -74,7 +74,7 @@ def test_a_further_ctrl_c_interrupts_at_once(first: signal.Signals) -> None:
     assert process.stdout.readline() == f"asked {first.name}\n"
     process.send_signal(signal.SIGTERM)  # patience: a scheduler may ask more than once
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=5)
     assert err.endswith("KeyboardInterrupt\n")
     assert process.returncode == -signal.SIGINT
 
@@ -83,14 +83,14 @@ def test_what_the_parent_ignores_stays_ignored() -> None:
     process = start("ignored")
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=20)
     assert out == "asked SIGTERM\nrestored False True\n"
 
 
 def test_a_forked_worker_can_be_terminated() -> None:
     """A data worker would inherit the handler and never end."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=60
+        [sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=20
     )
     assert done.stdout == f"{-signal.SIGTERM} None\n", done.stderr
 

@@ -149,7 +149,7 @@ def test_a_search_that_goes_on_tries_what_it_would_have_tried(tmp_path: Path) ->
     os.symlink("study", tmp_path / "parts" / "study.lock")  # and while it was locked
     began = time.monotonic()
     go(*words, "--trials", 7, "--out", tmp_path / "parts")
-    assert time.monotonic() - began < 28  # Optuna itself would wait 30 seconds for the lock
+    assert time.monotonic() - began < 20  # Optuna itself would wait 30 seconds for the lock
 
     def outcome(name: str) -> list[tuple[Any, ...]]:
         return [(t["values"], t["state"], t["loss"]) for t in found(tmp_path / name)["trials"]]
