@@ -14,6 +14,7 @@ written.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -146,10 +147,8 @@ class Site:
 
     def _attempt(self, name: str, kept: Kept, base: Kept | None) -> dict[str, Any] | None:
         """What was measured, or None if the memory was not enough."""
-        try:
+        with contextlib.suppress(torch.OutOfMemoryError):
             return self._measure(name, kept, base)
-        except torch.OutOfMemoryError:
-            pass
         self.close()  # here, where no traceback holds tensors any more
         return None
 

@@ -18,8 +18,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mars.lab import recipes, tasks
 from mars.lab.config import Run
 from mars.lab.errors import LabError
@@ -44,11 +42,9 @@ def setting(run: Run, losses: Sequence[float], count: int | None = None, **more:
     found = spread(losses)
     assert found is not None
     own, unit, batch = seen(run)
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in tasks.of(run).model(None).parameters())
     return Setting(
         optimizer=fields(run.optimizer),
-        parameters=parameters,
+        parameters=tasks.of(run).parameters,
         unit=unit,
         seen=count or own,
         batch=batch,

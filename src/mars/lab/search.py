@@ -150,18 +150,17 @@ def starts(
 ) -> tuple[list[dict[str, float]], str]:
     """The first settings to try, what was recommended and the recipe's own; and a word on that."""
     own = {name: found.own for name, found in ranges.items()}
+    first = "first: the recipe's own settings"
     if advice is None:
-        return [
-            own
-        ], "first: the recipe's own settings; no grid here had this optimizer with these options"
+        return [own], f"{first}; no grid here had this optimizer with these options"
     values = {name: advice.setting.optimizer.get(name, value) for name, value in own.items()}
     if values == own:
-        return [own], f"first: the recipe's own settings, which are recommended: {advice}"
+        return [own], f"{first}, which are recommended: {advice}"
     for name, found in ranges.items():
         if not found.low <= values[name] <= found.high:
             limits = f"{found.low:.3g} to {found.high:.3g}"
             text = f"recommended, but {name} {values[name]:g} is not within {limits}: {advice}"
-            return [own], f"first: the recipe's own settings; {text}"
+            return [own], f"{first}; {text}"
     return [values, own], f"first: recommended, then the recipe's own settings: {advice}"
 
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from mars.lab import arguments, findings, search, tasks, workers
 from mars.lab.config import Run
 from mars.lab.errors import LabError
@@ -99,8 +97,7 @@ def tune(args: TuneArgs, directory: Path, command: str) -> int:
 
 def advice(run: Run) -> settings.Recommendation | None:
     """What was measured for a model and a number of tokens like the run's."""
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in tasks.of(run).model(None).parameters())
+    parameters = tasks.of(run).parameters
     return settings.recommended(run.optimizer, parameters, *settings.seen(run))
 
 

@@ -109,11 +109,8 @@ def go_on(name: str, args: StudyArgs, command: str) -> int:
 def _take(study: Study, file: Results, others: tuple[str, ...], here: dict[str, str]) -> None:
     """Add what other studies have of this one."""
     for other in others:
-        theirs = Results(Path(other))
-        if not theirs.path.exists():
-            raise LabError(f"--take: {theirs.path} is not there")
         known = {result.key for result in file.read()}
-        own = fingerprint.shared(study, theirs.read(), file.path.parent, here)
+        own = fingerprint.shared(study, Results(Path(other)).read(), file.path.parent, here)
         new = [result for result in own if result.key not in known]
         file.add(new)
         sys.stderr.write(f"{other}: {len(new)} of its runs are runs of {study.name} too\n")
@@ -138,6 +135,11 @@ def _check(args: StudyArgs) -> None:
         value = getattr(args, name)
         if value is not None and not least <= value < math.inf:
             raise LabError(f"--{name} must be {least:g} or more, it is {value:g}")
+    for other in args.take:
+        if not Results(Path(other)).path.exists():
+            raise LabError(f"--take: {Results(Path(other)).path} is not there")
+    if args.take and args.verdict_only:
+        raise LabError("--take adds runs, --verdict-only changes nothing: give one of them")
 
 
 def _here(study: Study, args: StudyArgs) -> Study:

@@ -225,7 +225,7 @@ def gpt2_small_210m() -> Study:
 def search_50m() -> Study:
     """Which setting of the family beats the best baseline of either kind?
 
-    MARS-M leaves the token table, a third of this model, to AdamW as Muon does; MARS-AdamW gains
+    MARS-M leaves the token table, half of this model, to AdamW as Muon does; MARS-AdamW gains
     where AdamW trains. So let both gain.
     """
 

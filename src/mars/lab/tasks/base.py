@@ -60,6 +60,12 @@ class Task(ABC):
     def model(self, seed: int | None) -> nn.Module:
         """The model with the initial weights of a seed; None: without values, for its shapes."""
 
+    @property
+    def parameters(self) -> int:
+        """Numbers in the model, which is not made for that."""
+        with torch.device("meta"):
+            return sum(p.numel() for p in self.model(None).parameters())
+
     @abstractmethod
     def miniature(self) -> nn.Module:
         """A model with the same kinds of tensors, of no size to speak of."""
