@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from mars.lab.dtensors import fill
 from mars.lab.errors import LabError
 from mars.lab.models.loss import linear_cross_entropy
+from mars.lab.models.norms import add_norm, plain_add_norm
 from mars.lab.models.products import gelu_mlp, heads, linear
 
 
@@ -101,12 +102,18 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor, y_BTD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The stream and what is still to be added to it; y is what the block before left.
 
-        Who needs the sum adds: so it is compiled together with the norm that reads it.
+        Who needs the sum adds: so it is computed together with the norm that reads it, by a kernel
+        of ours, or by the compiler's, which can make dropout part of it.
         """
-        if y_BTD is not None:
-            x_BTD = x_BTD + y_BTD
-        x_BTD = x_BTD + F.dropout(self.attn(self.ln_1(x_BTD)), self.dropout, self.training)
-        return x_BTD, F.dropout(self.mlp(self.ln_2(x_BTD)), self.dropout, self.training)
+        drops = self.training and self.dropout > 0
+        norm = plain_add_norm if drops else add_norm
+        x_BTD, h_BTD = norm(x_BTD, y_BTD, self.ln_1)
+        y_BTD = self.attn(h_BTD)
+        if drops:
+            y_BTD = F.dropout(y_BTD, self.dropout)
+        x_BTD, h_BTD = norm(x_BTD, y_BTD, self.ln_2)
+        y_BTD = self.mlp(h_BTD)
+        return x_BTD, F.dropout(y_BTD, self.dropout) if drops else y_BTD
 
 
 class Embed(nn.Module):
@@ -125,7 +132,7 @@ class Embed(nn.Module):
 
 class LastNorm(nn.LayerNorm):
     def forward(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x_BTD + y_BTD)
+        return add_norm(x_BTD, y_BTD, self)[1]
 
 
 class Transformer(nn.Module):
