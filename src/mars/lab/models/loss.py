@@ -156,9 +156,10 @@ def _scale(ctx: Any, upstream: Tensor | None, *others: Tensor | None) -> tuple[T
         return (None,) * 5
     inverse, d_hidden, d_weight = ctx.saved_tensors
     factor = upstream * inverse
-    # The factor is not rounded to 16 bits: that would scale this gradient alone.
+    # A factor without dimensions is rounded to 16 bits, which would scale this gradient alone; by
+    # one with a dimension the product is in float32, without a copy of the gradient in it.
     wanted_hidden, wanted_weight = ctx.needs_input_grad[:2]
-    grad_hidden = (d_hidden.to(factor.dtype) * factor).to(d_hidden.dtype) if wanted_hidden else None
+    grad_hidden = (d_hidden * factor.view(1)).to(d_hidden.dtype) if wanted_hidden else None
     grad_weight = (d_weight * factor).to(ctx.weight_dtype) if wanted_weight else None
     return grad_hidden, grad_weight, None, None, None
 
