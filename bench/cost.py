@@ -48,7 +48,7 @@ from cost_plan import (
 )  # fmt: skip
 from cost_table import compared, terminal
 from torch import Tensor
-from train_speed import Candidate
+from train_speed import Candidate, passes_of
 
 from mars.bench.measure import quick_release, release
 from mars.lab import hardware
@@ -105,7 +105,8 @@ class Site:
             model = self.model(kept.params)
             options = {} if OPTIMIZERS[name].torch else {"state_dtype": kept.state}
             config = Optimizer(name=name, lr=1e-4, max_grad_norm=CLIP, options=options)
-            one = Candidate(name, model, model, build(model, config), CLIP, self.place.autocast)
+            passes = passes_of(model, self.place.autocast)
+            one = Candidate(name, model, passes, build(model, config), CLIP)
             one.warm(self.batch)
             everyone.append(one)
         release(self.place.device)

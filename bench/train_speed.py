@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 import mars
 from mars.lab.clock import Clock
+from mars.lab.graphs import WARM, Graphs
 from mars.lab.models import GPT, flops_per_token, peak_flops
 from mars.lab.optimizers import state_bytes
 
@@ -107,15 +108,29 @@ def by_mars(kind: str, clip: float) -> Callable[[nn.Module], torch.optim.Optimiz
     return make
 
 
+Passes = Callable[[tuple[Tensor, Tensor]], Tensor]
+
+
+def passes_of(forward: Callable[..., Tensor], autocast: bool) -> Passes:
+    """Forward and backward."""
+
+    def passes(batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.autocast(batch[0].device.type, torch.bfloat16, autocast):
+            loss = forward(*batch)
+        loss.backward()
+        return loss.detach()
+
+    return passes
+
+
 class Candidate:
     """A model with an optimizer, ready to step; MARS clips inside its step."""
 
     def __init__(
-        self, name: str, model: nn.Module, forward: Callable[..., Tensor],
-        optimizer: torch.optim.Optimizer, clip: float, autocast: bool,
+        self, name: str, model: nn.Module, passes: Passes, optimizer: torch.optim.Optimizer,
+        clip: float,
     ) -> None:  # fmt: skip
-        self.name, self.model, self.forward = name, model, forward
-        self.optimizer, self.autocast = optimizer, autocast
+        self.name, self.model, self.passes, self.optimizer = name, model, passes, optimizer
         self.clips = 0.0 if isinstance(optimizer, mars.MARS) else clip
         self.clock = Clock(next(model.parameters()).device)
         self.rates: list[float] = []  # tokens a second, by round
@@ -124,9 +139,7 @@ class Candidate:
 
     def step(self, batch: tuple[Tensor, Tensor]) -> None:
         self.optimizer.zero_grad()
-        with torch.autocast(batch[0].device.type, torch.bfloat16, self.autocast):
-            loss = self.forward(*batch)
-        loss.backward()
+        self.passes(batch)
         self.clock.optimizer_begins()
         if self.clips:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clips)
@@ -134,8 +147,9 @@ class Candidate:
         self.clock.optimizer_ends()
 
     def warm(self, batch: tuple[Tensor, Tensor]) -> None:
-        """Two steps, the second for the memory."""
-        self.step(batch)
+        """Some steps, the last for the memory."""
+        for _ in range(WARM + 1):
+            self.step(batch)
         self.optimizer.zero_grad()
         if batch[0].is_cuda:
             held = torch.cuda.memory_allocated() - self.own()  # by the others
@@ -167,12 +181,19 @@ class Candidate:
 
 
 def candidates(shape: Shape, args: argparse.Namespace) -> list[Candidate]:
-    def ready(model: nn.Module) -> tuple[nn.Module, Callable[..., Tensor]]:
+    def ready(model: nn.Module) -> tuple[nn.Module, Passes]:
         model = model.to(args.device)
+        forward: Callable[..., Tensor] = model
         if args.compile and isinstance(model, GPT):
-            model.compile()
-            return model, model
-        return model, torch.compile(model) if args.compile else model
+            model.compile(dynamic=False)
+        elif args.compile:
+            forward = torch.compile(model)
+
+        passes = passes_of(forward, args.autocast)
+        if isinstance(model, GPT) and args.graphs and args.autocast:
+            graphs = Graphs(lambda *batch: passes(batch), model.parameters())
+            return model, lambda batch: graphs(batch, True)
+        return model, passes
 
     plain, ours = ready(Plain(shape)), ready(GPT(shape, lean_residual=not args.wide_residual))
     every = [
@@ -182,10 +203,7 @@ def candidates(shape: Shape, args: argparse.Namespace) -> list[Candidate]:
         ("ours, MARS-M", ours, by_mars("mars-m", args.clip)),
     ]
     chosen = [row for row in every if not args.only or any(word in row[0] for word in args.only)]
-    return [
-        Candidate(name, *made, make(made[0]), args.clip, args.autocast)
-        for name, made, make in chosen
-    ]
+    return [Candidate(name, *made, make(made[0]), args.clip) for name, made, make in chosen]
 
 
 def compare(shape: Shape, batch_size: int, args: argparse.Namespace) -> list[dict]:
@@ -217,7 +235,8 @@ def row(one: Candidate, shape: Shape, batch_size: int, args: argparse.Namespace)
         "rounds": one.rates,
         "milliseconds": 1e3 * batch_size * shape.block_size / speed,
         "mfu": speed * flops_per_token(shape) / peak if peak else None,
-        "peak_memory": one.memory,
+        "peak_memory": None if args.graphs else one.memory,  # theirs is not seen by replaying them
+        "graphs": args.graphs and one.name.startswith("ours"),
     }
 
 
@@ -244,6 +263,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", help="candidates whose name has one of these words")
     parser.add_argument("--wide-residual", action="store_true", help="float32 residual in ours")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--graphs", action="store_true", help="ours as with --loop.graphs True")
     parser.add_argument("--out", type=Path, help="JSON")
     args = parser.parse_args()
     args.autocast = args.device.startswith("cuda")

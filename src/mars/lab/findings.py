@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # What may differ when a search goes on: it changes no loss, but for rounding.
 FREE = {
-    "device", "threads", "compile", "deterministic", "micro_batch_size", "log_every",
-    "diagnose_every",
+    "device", "threads", "compile", "graphs", "deterministic", "micro_batch_size",
+    "log_every", "diagnose_every",
 }  # fmt: skip
 SHOWN = 5  # trials in the table
 

@@ -16,6 +16,7 @@ from mars.lab.clock import Clock
 from mars.lab.config import Run
 from mars.lab.dtensors import whole
 from mars.lab.errors import LabError
+from mars.lab.graphs import Graphs
 from mars.lab.models import peak_flops
 from mars.lab.optimizers import build
 from mars.lab.parallel import World
@@ -45,6 +46,7 @@ class Training:
         compile_ = self.device.type == "cuda" if loop.compile is None else loop.compile
         if compile_:
             wrapping.compile_in_place(model, self.world)
+        self.graphs = self._graphs() if loop.graphs else None
         self.loss_of: Callable[..., Tensor] = model
         self.wrapped: Callable[..., Tensor] = model
         self.step = 0
@@ -58,6 +60,22 @@ class Training:
     def connect(self) -> None:
         """Join the processes' gradients; all of them must call it, once, before the first step."""
         self.loss_of = self.wrapped = wrapping.connect(self.model, self.world)
+
+    def _graphs(self) -> Graphs:
+        """Refused where a pass is not the same kernels at the same addresses every time."""
+        optimizer = self.run.optimizer
+        obstacles = {
+            "CUDA graphs need a GPU": self.device.type != "cuda",
+            "not under torchrun, where gradients are sent meanwhile": self.world.mode is not None,
+            "not in exact mode": optimizer.exact,
+            "not in fp16, whose scale changes": self.scaler.is_enabled(),
+            "not with consume_grads, which takes the gradients' memory":
+                "consume_grads" in optimizer.options,
+        }  # fmt: skip
+        for text, holds in obstacles.items():
+            if holds:
+                raise LabError(f"loop.graphs: {text}")
+        return Graphs(self._pass, self.model.parameters())
 
     # One step.
 
@@ -76,11 +94,16 @@ class Training:
             first = start + self.micro * world.rank
             batch = self.task.rows(self.step, first, first + self.micro)
             with wrapping.accumulating(self.wrapped, more=start + stride < size):
-                with self._autocast():
-                    loss = self.loss_of(*batch) * (stride / size)
-                self.scaler.scale(loss).backward()
-            total += loss.detach()
+                total += self.graphs(batch, start == 0) if self.graphs else self._pass(*batch)
         return world.mean(total)
+
+    def _pass(self, *batch: Tensor) -> Tensor:
+        """Forward and backward of a micro-batch; its part of the loss."""
+        part = self.micro * self.world.size / self.run.loop.batch_size
+        with self._autocast():
+            loss = self.loss_of(*batch) * part
+        self.scaler.scale(loss).backward()
+        return loss.detach()
 
     def _closure(self) -> Tensor:
         """Gradients, as exact mode asks for them from inside the optimizer's step."""

@@ -29,8 +29,8 @@ from mars.lab.tasks import Task
 FREE = {
     "keep": None,
     "loop": {
-        "device", "threads", "compile", "deterministic", "micro_batch_size", "log_every",
-        "eval_every", "diagnose_every", "skip_nan", "parallel", "shards",
+        "device", "threads", "compile", "graphs", "deterministic", "micro_batch_size",
+        "log_every", "eval_every", "diagnose_every", "skip_nan", "parallel", "shards",
         "epochs",  # steps are what counts
     },
 }  # fmt: skip

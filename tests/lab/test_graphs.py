@@ -1,0 +1,86 @@
+"""Steps replayed as CUDA graphs are the steps that are not, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from miniature import run
+
+from mars.lab import hardware
+from mars.lab.config import Run
+from mars.lab.errors import LabError
+from mars.lab.train import prepare, train
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def config(out: Path, optimizer: str, **loop: Any) -> Run:
+    """Large enough that what is compiled is more than a few numbers."""
+    loop = {"device": "cuda", "steps": 9, "batch_size": 6, "graphs": True, **loop}
+    made = run(out, optimizer, deterministic=True, **loop)
+    return made.replace(model={"n_layer": 2, "n_embd": 64, "block_size": 32})
+
+
+def weights(made: Run, steps: int) -> tuple[torch.Tensor, Any]:
+    with hardware.deterministic(True):
+        training = prepare(made)
+        for _ in range(steps):
+            training.advance()
+    flat = torch.cat([p.detach().flatten().cpu() for p in training.model.parameters()])
+    return flat, training
+
+
+@needs_gpu
+@pytest.mark.parametrize("micro", [6, 2])
+@pytest.mark.parametrize("optimizer", ["adamw", "mars-adamw", "mars-m", "muon"])
+def test_the_same_bits_with_and_without(tmp_path: Path, optimizer: str, micro: int) -> None:
+    made = config(tmp_path, optimizer, micro_batch_size=micro)
+    with_, training = weights(made, 9)
+    assert set(training.graphs.recorded) == ({True} if micro == 6 else {True, False})
+    without, plain = weights(made.replace(loop={"graphs": False}), 9)
+    assert plain.graphs is None
+    assert torch.equal(with_, without)
+    assert float(training.window) == float(plain.window)
+    assert training.validate() == plain.validate()
+
+
+@needs_gpu
+def test_a_run_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
+    whole = config(tmp_path / "whole", "mars-adamw", micro_batch_size=2)
+    whole = whole.replace(schedule={"shape": "constant"})
+    parts = whole.replace(keep={"out": str(tmp_path / "parts")})
+    train(whole)
+    train(parts.replace(loop={"steps": 5}))
+    train(parts, extend=True)
+    ends = []
+    for made in (whole, parts):
+        training = prepare(made)
+        training.restore(Path(made.directory) / "checkpoints" / "step-00000009")
+        ends.append(torch.cat([p.detach().flatten() for p in training.model.parameters()]))
+    assert torch.equal(*ends)
+
+
+def test_without_a_gpu_they_are_refused(tmp_path: Path) -> None:
+    assert prepare(run(tmp_path)).graphs is None
+    with pytest.raises(LabError, match=r"loop\.graphs: CUDA graphs need a GPU"):
+        prepare(run(tmp_path, graphs=True))
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": {"exact": True}}, "not in exact mode"),
+        ({"loop": {"precision": "fp16"}}, "not in fp16"),
+        ({"optimizer": {"options": {"consume_grads": "True"}}}, "not with consume_grads"),
+    ],
+)
+def test_what_changes_from_step_to_step_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    made = config(tmp_path, "mars-adamw").replace(**changes)
+    with pytest.raises(LabError, match=message):
+        prepare(made)
