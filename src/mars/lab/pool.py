@@ -55,7 +55,7 @@ def _work(job: Job, command: str) -> str:
         short = {k: record.get(k) for k in ("kind", "step", "loss", "accuracy", "step_seconds")}
         _records.put((job.name, short))
 
-    with workers.at_work():
+    with workers.at_work(job.run):
         try:
             status = train(job.run, command=command, watch=watch).status
         except Diverged as error:

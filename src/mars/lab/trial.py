@@ -108,7 +108,7 @@ def attempt(order: Order) -> Ended:
 def _train(run: Run, watcher: Watcher, order: Order) -> State:
     bar = Progress(run.loop.steps) if order.show and sys.stderr.isatty() else nullcontext()
     try:
-        with workers.at_work(), bar as shown:
+        with workers.at_work(run), bar as shown:
 
             def watch(record: dict[str, Any]) -> None:
                 if shown is not None:

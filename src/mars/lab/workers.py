@@ -17,8 +17,11 @@ from typing import Any
 
 import torch
 
+from mars.lab.config import Run
+
 _asked: list[int] = []  # in a worker: signals that came while no run was in progress
 _busy = False  # in a worker: there is a run in progress
+_compiled: object = None  # in a worker: what its last run was compiled for
 
 
 def begin() -> None:
@@ -41,16 +44,24 @@ def _end_with_parent() -> None:
 
 
 @contextmanager
-def at_work() -> Iterator[None]:
-    """In a worker: around a run."""
-    global _busy
+def at_work(run: Run) -> Iterator[None]:
+    """In a worker: around a run.
+
+    What was compiled for the last one serves a model of the same sizes as it is. For other sizes
+    torch begins anew: it would count them as recompilations, and give up at the eighth.
+    """
+    global _busy, _compiled
+    loop = run.loop
+    sizes = (loop.batch_size, loop.micro_batch_size)
+    wanted = (run.model, run.data, *sizes, loop.precision, loop.deterministic)
+    if _compiled != wanted and "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    _compiled = wanted
     _busy = True
     try:
         yield
     finally:
         _busy = False
-        if "torch._dynamo" in sys.modules:  # else the next model counts as a recompilation
-            torch.compiler.reset()
         if torch.cuda.is_initialized():  # other workers want the memory of this one's last run
             gc.collect()
             torch.cuda.empty_cache()

@@ -64,7 +64,7 @@ def attempt(order: Order) -> Ended:
 
     began, text = time.monotonic(), ""
     resumed = Path(order.run.directory, "log.jsonl").exists()
-    with workers.at_work():
+    with workers.at_work(order.run):
         try:
             status = train(order.run, command=order.command, watch=watch).status
         except Diverged as error:
