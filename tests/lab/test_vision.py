@@ -14,7 +14,7 @@ import torch
 from processes import launch, train_all
 
 import mars
-from mars.lab import cli, recipes, tasks
+from mars.lab import cli, recipes, tasks, workers
 from mars.lab.arguments import counted, with_defaults
 from mars.lab.config import (
     Data,
@@ -185,6 +185,39 @@ def test_an_epoch_has_every_image_once_and_rows_are_a_function_of_their_number(
     assert x.shape == (16, 1, 8, 8)
 
 
+def test_batches_made_ahead_are_those_made_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU makes them; from any step, across an epoch's end, up to the run's, in any parts."""
+    own = run(tmp_path, steps=100)  # an epoch is 90 steps
+    alone = tasks.of(own).open()
+    wanted = {step: alone.rows(step, 0, 16) for step in range(80, 101)}
+    made: list[range] = []
+    make = tasks.Vision._make
+
+    def counted_make(task: tasks.Vision, steps: range, first: int, last: int) -> Any:
+        made.append(steps)
+        return make(task, steps, first, last)
+
+    monkeypatch.setattr(tasks.Vision, "ahead", lambda task: 7)
+    monkeypatch.setattr(tasks.Vision, "_make", counted_make)
+    for start in (80, 88, 99):
+        task = tasks.of(own).open()
+        for step in range(start, 100):
+            for first, last in ((0, 16), (0, 4), (4, 16)):
+                x, labels = task.rows(step, first, last)
+                assert torch.equal(x, wanted[step][0][first:last])
+                assert torch.equal(labels, wanted[step][1][first:last])
+                assert x.is_contiguous(memory_format=torch.channels_last)
+    assert made[::3] == [
+        range(80, 87), range(87, 94), range(94, 100), range(88, 95), range(95, 100), range(99, 100)
+    ]  # fmt: skip
+    task.to(torch.device("cpu"), torch.bfloat16)  # what was made before is not given again
+    assert torch.equal(task.rows(99, 0, 16)[0], wanted[99][0].bfloat16())
+    beyond = task.rows(100, 0, 16)  # nobody trains there, but who asks is answered
+    assert torch.equal(beyond[0], wanted[100][0].bfloat16())
+
+
 def test_a_validation_is_of_all_images_whatever_its_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +303,33 @@ def test_micro_batches_average_and_batchnorm_sees_each_alone(tmp_path: Path) -> 
         found.append([p.grad.clone() for p in training.model.parameters() if p.grad is not None])
     for whole, cut in zip(*found, strict=True):
         torch.testing.assert_close(whole, cut, rtol=1e-4, atol=1e-6)
+
+
+def test_a_worker_compiles_once_for_all_runs_of_the_same_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling takes a minute on a GPU, and a short run not much more."""
+    compile_, graphs = torch.nn.Module.compile, []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        graphs.append(torch.is_grad_enabled())
+        return graph.forward
+
+    def compiled(self: Any, **options: Any) -> None:
+        compile_(self, backend=backend, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compiled)
+    torch.compiler.reset()
+    one = run(tmp_path / "1", compile=True, steps=2)
+    other = run(tmp_path / "2", "muon", compile=True, steps=3, seed=1)
+    larger = run(tmp_path / "3", compile=True, steps=2, batch_size=24)
+    counts = []
+    for each in (one, other, larger):
+        with workers.at_work(each):
+            train(each)
+        counts.append(len(graphs))
+    torch.compiler.reset()
+    assert counts == [2, 2, 4]  # one for validation, one for training
 
 
 # Rules: which tensors are matrices.

@@ -27,7 +27,7 @@ SETS = {
 BATCH, EPOCHS, SHORT_EPOCHS = 128, 200, 30
 
 FLATTEN = {"matrix_rule": "flatten"}  # convolutions are matrices, too
-# Rates are where a grid should begin, not the outcome of one: `mars race RECIPE --rates …`.
+# Rates where nothing has been measured: where a grid should begin (`mars race RECIPE --rates …`).
 SETTINGS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 1e-3, "betas": (0.9, 0.999)},
     "lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 5e-3},
@@ -49,7 +49,7 @@ def maker(data: str, arch: Arch, *, short: bool = False) -> Callable[[str], Run]
         epochs = SHORT_EPOCHS if short else EPOCHS
         every = images // BATCH  # an epoch
         settings = {"weight_decay": 5e-4, **SETTINGS.get(optimizer, {"lr": 1e-3})}
-        return Run(
+        return tuned(Run(
             recipe=f"{data}-{arch}{'-short' if short else ''}",
             model=ImageModel(arch=arch, classes=classes, size=size, patch=size // 8),
             data=ImageData(source=f"data/{data}"),
@@ -60,7 +60,7 @@ def maker(data: str, arch: Arch, *, short: bool = False) -> Callable[[str], Run]
                 eval_every=every, log_every=every // 10,
             ),
             keep=Keep(save_every=10 * every),
-        )  # fmt: skip
+        ))  # fmt: skip
 
     return make
 

@@ -1,7 +1,7 @@
 """Images: a network tells which class each belongs to.
 
-On a GPU all images lie in its memory, as bytes; a batch is gathered, cropped, mirrored and
-normalised there. What the host does at a step is to draw which ones, and by how much.
+On a GPU all images lie in its memory, as bytes; batches are gathered, cropped, mirrored and
+normalised there, those of many steps at once. The host draws which images, and by how much.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from mars.lab.tasks.base import Batch, Source, Task
 
 VALIDATED = 2000  # images in a forward pass of a validation, at most
 ON_CPU = 500  # there: a pass is not interrupted, and more are no faster
+AHEAD = 1 << 24  # numbers in the batches that a GPU makes at once: 42 of CIFAR's
 
 
 class Vision(Task):
@@ -40,6 +41,7 @@ class Vision(Task):
         assert isinstance(run.data, ImageData)
         self.config, self.data = run.model, run.data
         self._orders: dict[int, npt.NDArray[np.int64]] = {}
+        self._made: dict[tuple[int, int], dict[int, Batch]] = {}  # by rows, then by step
 
     def model(self, seed: int | None) -> Classifier:
         """Batches are channels-last, which decides how convolutions are computed. Weights are not:
@@ -130,17 +132,40 @@ class Vision(Task):
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         super().to(device, dtype)
+        self._made.clear()
         self._place()
 
     def rows(self, step: int, first: int, last: int) -> Batch:
+        if step not in self._made.get((first, last), {}):
+            steps = range(step, min(step + self.ahead(), max(step + 1, self.run.loop.steps)))
+            self._made[first, last] = self._make(steps, first, last)
+        return self._made[first, last][step]
+
+    def ahead(self) -> int:
+        """Steps whose batches are made at once.
+
+        The 20 kernels that make a batch of CIFAR take the host longer to start than the GPU to
+        run; those of many steps are as few. A CPU has nothing to gain.
+        """
+        if self.device.type == "cpu":
+            return 1
+        numbers = self.run.loop.batch_size * self.config.channels * self.config.size**2
+        return max(1, AHEAD // numbers)
+
+    def _make(self, steps: range, first: int, last: int) -> dict[int, Batch]:
+        """The rows first … last of each of these steps' batches."""
         loop, data = self.run.loop, self.data
-        start = step * loop.batch_size
-        at = self.send(torch.from_numpy(self.numbers(start + first, start + last)))
-        varied = data.pad > 0 or data.flip
-        how = draws(loop.seed, step, first, last, data.pad, data.flip) if varied else None
-        how = None if how is None else self.send(how)
-        x = transform(self._pixels["train"][at], how, data.pad, self._mean, self._std, self.dtype)
-        return x, self._labels["train"][at]
+        starts = [step * loop.batch_size for step in steps]
+        numbers = np.concatenate([self.numbers(at + first, at + last) for at in starts])
+        images = self.send(torch.from_numpy(numbers))
+        how = None
+        if data.pad or data.flip:
+            drawn = [draws(loop.seed, step, first, last, data.pad, data.flip) for step in steps]
+            how = self.send(torch.cat(drawn))
+        pixels, labels = self._pixels["train"][images], self._labels["train"][images]
+        x = transform(pixels, how, data.pad, self._mean, self._std, self.dtype)
+        parts = zip(x.split(last - first), labels.split(last - first), strict=True)
+        return dict(zip(steps, parts, strict=True))
 
     def numbers(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """Which images the rows first … last are, counted from the start of the run."""
