@@ -13,9 +13,10 @@ import pytest
 import torch
 from miniature import run
 
-from mars.lab import arguments
+from mars.lab import arguments, workers
 from mars.lab.cli import main
 from mars.lab.config import Run, to_json
+from mars.lab.errors import LabError
 from mars.lab.log import read
 from mars.lab.race import RaceArgs, plan
 from mars.lab.report import load, summarise
@@ -88,6 +89,38 @@ def test_an_entrant_may_bring_its_rate() -> None:
     made = jobs("gpt-tiny", "--optimizers", "adamw@0.5", "test_race:Mine", "--seeds", "1")
     rates = {r.optimizer.name: r.optimizer.lr for r in made.values()}
     assert rates == {"adamw": 0.5, "test_race:Mine": 0.125}  # its class's own default
+
+
+class LosesTheGpu(torch.optim.SGD):
+    """Reads beyond the end of a tensor: no kernel of the process runs after that."""
+
+    def step(self, closure=None):
+        p = self.param_groups[0]["params"][0]
+        p.flatten()[torch.full((1,), p.numel(), device=p.device)].sum().item()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_lost_gpu_is_told_by_the_name_of_the_run(tmp_path: Path, capsys: Capture) -> None:
+    words = ["race", "gpt-tiny", "--optimizers", "test_race:LosesTheGpu", "--seeds", "1"]
+    where = ["--loop.steps", "4", "--loop.device", "cuda", "--keep.out", str(tmp_path / "race")]
+    assert main([*words, *where]) == 1
+    said = capsys.readouterr().err
+    assert "LosesTheGpu" in said
+    assert "has lost the GPU; the same command goes on" in said
+    assert "Traceback" not in said
+
+
+def test_a_worker_whose_gpu_is_lost_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def empty_cache() -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure\nCompile with …")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    text = "^CUDA error: unspecified launch failure: this process has lost the GPU$"
+    with pytest.raises(LabError, match=text), workers.at_work(run(tmp_path)):
+        pass
 
 
 class Mine(torch.optim.SGD):

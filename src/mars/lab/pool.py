@@ -91,6 +91,9 @@ def run_all(jobs: list[Job], processes: int, command: str) -> dict[str, str] | N
         except BrokenProcessPool as error:
             workers.stop(pool)
             raise LabError("a worker died (memory?); the same command goes on from here") from error
+        except BaseException:  # a lost GPU, say: nobody is left training
+            workers.stop(pool)
+            raise
         _drain(records, board)
         _finish(futures, board)
         pool.shutdown()
@@ -116,7 +119,11 @@ def _drain(records: Any, board: Board) -> None:
 def _finish(futures: dict[Future[str], Job], board: Board) -> None:
     for future, job in futures.items():
         if future.done() and not future.cancelled():
-            board.finish(job.name, future.result())
+            try:
+                board.finish(job.name, future.result())
+            except LabError as error:
+                again = "the same command goes on from here"
+                raise LabError(f"{job.name}: {error}; {again}") from error
 
 
 class Board(Shown):

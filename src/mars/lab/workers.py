@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from mars.lab.config import Run
+from mars.lab.errors import LabError
 
 _asked: list[int] = []  # in a worker: signals that came while no run was in progress
 _busy = False  # in a worker: there is a run in progress
@@ -64,7 +65,11 @@ def at_work(run: Run) -> Iterator[None]:
         _busy = False
         if torch.cuda.is_initialized():  # other workers want the memory of this one's last run
             gc.collect()
-            torch.cuda.empty_cache()
+            try:
+                torch.cuda.empty_cache()
+            except RuntimeError as error:  # of an earlier kernel; none will run any more
+                text = str(error).splitlines()[0]
+                raise LabError(f"{text}: this process has lost the GPU") from error
 
 
 def answer() -> None:
