@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mars.bench.shapes import Shape
-from mars.lab.models.loss import chunk_rows
+from mars.lab.models.loss import GPU_SHARE, chunk_rows
 from mars.lab.planner.gpus import RESERVED_BYTES, Gpu
 from mars.lab.planner.models import Model
 from mars.lab.planner.network import Cluster
@@ -60,7 +60,7 @@ def logits_bytes(model: Model, gpu: Gpu, micro_batch: int) -> float:
     """A chunk of logits, the gradient of the head and that of the hidden states."""
     m = model.run.gpt
     rows, row_bytes = micro_batch * m.block_size, m.vocab_size * HALF_BYTES
-    chunk = chunk_rows(rows, row_bytes, int(gpu.memory_bytes) // 64)
+    chunk = chunk_rows(rows, row_bytes, int(gpu.memory_bytes) // GPU_SHARE)
     return min(rows, chunk) * row_bytes + m.vocab_size * m.n_embd * 4 + rows * m.n_embd * HALF_BYTES
 
 
