@@ -332,6 +332,80 @@ def test_gelu_in_the_epilogue(dtype: torch.dtype) -> None:
         assert (got.double() - want).norm() < 2 * torch.finfo(dtype).eps * want.norm()
 
 
+@pytest.mark.parametrize(
+    ("trials", "choice"),
+    [
+        ([(300.0, True)], 0),
+        ([(300.0, True), (200.0, False)], 0),
+        ([(300.0, True), (292.0, True)], 0),
+        ([(300.0, True), (291.0, True)], 1),
+        ([(300.0, True), (250.0, True), (200.0, True), (200.0, True), (100.0, False)], 2),
+        ([(300.0, True), (math.inf, False), (250.0, True)], 2),
+        ([(300.0, False), (200.0, False)], 0),
+        ([(math.inf, False), (math.inf, False)], 0),
+    ],
+)
+def test_the_fastest_algorithm_of_the_same_bits(
+    trials: list[tuple[float, bool]], choice: int
+) -> None:
+    assert epilogue.fastest(trials) == choice
+
+
+SIZE = (512, 4096, 256, torch.bfloat16, 0)  # m, n, k of both products
+
+
+@cuda
+@pytest.mark.parametrize("kind", [(epilogue.GELU_AUX, True), (epilogue.DGELU, False)])
+def test_algorithms_are_tried_in_peace(kind: tuple[int, bool]) -> None:
+    """Nobody's random numbers change, no memory stays, and what is taken has the bits."""
+    epilogue._plan(*kind, *SIZE)  # the library and its handle are there from now on
+    epilogue._plan.cache_clear()
+    before = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
+    chosen = epilogue._plan(*kind, *SIZE)
+    assert torch.cuda.memory_allocated() == before[1]
+    assert torch.equal(torch.cuda.get_rng_state(), before[0])
+    assert epilogue._plan(*kind, *SIZE) is chosen
+    first = epilogue._plans(*kind, *SIZE[:3], epilogue.TYPES[torch.bfloat16], 0)[0]
+    trials = epilogue._trials([first, chosen], kind[0], *SIZE)
+    assert all(same and 0 < time < 100 for time, same in trials)
+
+
+@cuda
+def test_other_bits_and_refusals_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, *_), run = epilogue._plans(160, True, *SIZE[:3], 14, 0), epilogue._run
+
+    def faulty(plan: epilogue.Plan, a: Tensor, b: Tensor, out: Tensor, aux: Tensor) -> None:
+        if plan.layouts == ["refuse"]:
+            raise RuntimeError
+        run(first, a, b, out, aux)
+        if plan.layouts == ["signs"]:
+            out.view(torch.int16)[0, 0] ^= -(2**15)
+        if plan.layouts == ["aux"]:
+            aux.zero_()
+
+    monkeypatch.setattr(epilogue, "_run", faulty)
+    plans = [first, *(first._replace(layouts=[word]) for word in ("refuse", "signs", "aux", ""))]
+    trials = epilogue._trials(plans, epilogue.GELU_AUX, *SIZE)
+    assert [same for _, same in trials] == [True, False, False, False, True]
+    assert trials[1][0] == math.inf
+
+
+@cuda
+def test_nothing_is_timed_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = (torch.randn(s, device="cuda").bfloat16() for s in ((512, 64), (128, 64)))
+    want = epilogue.gelu_product(x, w)
+    torch.cuda.synchronize()
+    epilogue._plan.cache_clear()
+    monkeypatch.setattr(epilogue, "_trials", None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = epilogue.gelu_product(x, w)
+    epilogue._plan.cache_clear()  # it has the first choice
+    graph.replay()
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
 @cuda
 def test_a_training_step_on_a_gpu_is_that_of_the_cpu() -> None:
     config = Config(n_layer=3, n_embd=64, vocab_size=512, block_size=64)
