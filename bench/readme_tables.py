@@ -23,7 +23,7 @@ from mars.lab import optimizers
 from mars.lab.recipes import settings
 from mars.lab.report import load, summarise, units
 from mars.lab.report.rates import from_grid, read_rates
-from mars.lab.report.statistics import Difference, paired, spread
+from mars.lab.report.statistics import Difference, Spread, paired, spread
 from mars.lab.report.summary import Entry, Summary
 
 ROOT = Path(__file__).parents[1]
@@ -69,15 +69,16 @@ def _loss(losses: Sequence[float]) -> str:
     return f"{found.mean:.3f}" + ("" if found.sd is None else f" ± {found.sd:.3f}")
 
 
-def _difference(d: Difference | None) -> str:
-    if d is None or d.low is None or d.high is None:
-        return "" if d is None else f"{_signed(d.mean)} (one seed)"
-    resolved = "" if d.resolved else ", not resolved"
-    return f"{_signed(d.mean)} ({_signed(d.low)} to {_signed(d.high)}){resolved}"
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.3f}".replace("-", "−")
+def _difference(d: Difference | None, decimals: int = 3) -> str:
+    if d is None:
+        return ""
+    mean, low, high = (
+        None if value is None else f"{value:+.{decimals}f}".replace("-", "−")
+        for value in (d.mean, d.low, d.high)
+    )
+    if low is None:
+        return f"{mean} (one seed)"
+    return f"{mean} ({low} to {high}){'' if d.resolved else ', not resolved'}"
 
 
 def best_rates(summary: Summary) -> str:
@@ -99,6 +100,53 @@ def every_rate(summary: Summary) -> str:
         cells = [_bold(f"{m:.3f}" if (m := means.get(r)) else "", r == e.lr) for r in rates]
         rows.append([_label(e, summary.baseline), *cells, _difference(e.difference)])
     return table(["", *map(units.rate, rates), "to AdamW (95 % interval)"], rows)
+
+
+PUBLISHED = {"adamw": 94.81, "muon": 95.08, "mars-adamw": 95.29}  # arXiv 2411.10438, CIFAR-10
+
+
+def accuracies(grid: str, seeds: str) -> str:
+    """Images: the rates of a grid, then the best of them with more epochs and seeds."""
+    tried = {c.optimizer: c for c in race(grid).sensitivity}
+    rows = []
+    for e in race(seeds).ranked:
+        curve, measure = tried[e.optimizer], e.measure
+        found = "  ".join(
+            _bold(f"{units.rate(p.lr)}: {_percent(p.mean)}", p.lr == curve.best)
+            for p in curve.points
+        )
+        gap = measure.shown(e.difference) if e.difference else None
+        rows.append([
+            e.label, found.replace("  ", ", "), _percents(e.accuracy), _percents(e.best_accuracy),
+            _difference(gap, decimals=2), f"{PUBLISHED.get(e.optimizer, '')}",
+        ])  # fmt: skip
+    return table(
+        ["", "rate: accuracy, 12 epochs", "30 epochs", "highest on the way",
+         "to AdamW, points (95 % interval)", "published, 200 epochs"], rows,
+    )  # fmt: skip
+
+
+def _percent(error: float | None) -> str:
+    return "diverged" if error is None else f"{100 * (1 - error):.2f}"
+
+
+def _percents(found: Spread | None) -> str:
+    assert found is not None
+    return f"{100 * found.mean:.2f}" + ("" if found.sd is None else f" ± {100 * found.sd:.2f}")
+
+
+def scores(name: str) -> str:
+    """`mars eval --out`: every task of every model."""
+    rows = []
+    for model in result(name)["models"]:
+        for task, found in model["tasks"].items():
+            value, chance = found[found["metric"]], found["chance"]
+            rows.append([
+                model["name"], task, f"{found['items']:,}", found["metric"],
+                f"{100 * value['value']:.2f} ± {100 * value['stderr']:.2f}",
+                "" if chance is None else f"{100 * chance:.2f}",
+            ])  # fmt: skip
+    return table(["", "task", "items", "metric", "%, standard error", "chance"], rows)
 
 
 def _bold(text: str, yes: bool) -> str:
@@ -268,6 +316,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "lean-state": lean_state,
     "train-speed": train_speed,
     "cost": cost,
+    "cifar10": lambda: accuracies("cifar10-resnet18-grid", "cifar10-resnet18-short"),
+    "scores": lambda: scores("gpt2-small-scores/eval.json"),
     "settings": measured,
 }
 
