@@ -222,46 +222,53 @@ def gpt2_small_210m() -> Study:
     )
 
 
-def search_50m() -> Study:
+def _search(name: str, base: Callable[[str], Run], lr: float, muon_lr: float, what: str) -> Study:
     """Which setting of the family beats the best baseline of either kind?
 
-    MARS-M leaves the token table, half of this model, to AdamW as Muon does; MARS-AdamW gains
+    MARS-M leaves the token table, half of a small model, to AdamW as Muon does; MARS-AdamW gains
     where AdamW trains. So let both gain.
     """
 
     def mars_m(label: str, **own: object) -> Arm:
-        return Arm(label=label, optimizer="mars-m", lr=4e-3, changes={"optimizer": own})
+        return Arm(label=label, optimizer="mars-m", lr=muon_lr, changes={"optimizer": own})
 
     def tables(gamma: float) -> dict[str, str]:
         own = {"mars_type": "mars-adamw", "betas": (0.9, 0.95), "gamma": gamma}
         return {"embeddings": str(own)}
 
-    adamw, muon = "AdamW", "Muon"
+    adamw, muon, raw = "AdamW", "Muon", {"second_moment": "raw"}
     arms = (
-        Arm(label=adamw, optimizer="adamw", lr=2e-3),
-        Arm(label=muon, optimizer="muon", lr=4e-3),
+        Arm(label=adamw, optimizer="adamw", lr=lr),
+        Arm(label=muon, optimizer="muon", lr=muon_lr),
         mars_m("MARS-M"),
         mars_m("MARS-M, tables by MARS-AdamW", options=tables(0.025)),
         mars_m("MARS-M, tables by MARS-AdamW, γ = 0.1", options=tables(0.1)),
         mars_m("MARS-M, γ = 0", gamma=0.0),
         mars_m("MARS-M, γ = 0.1", gamma=0.1),
-        _mars("MARS-AdamW", 2e-3),
-        _mars("MARS-AdamW, γ = 0.1", 2e-3, gamma=0.1),
-        _mars("MARS-AdamW, γ = 0.1, exact", 2e-3, gamma=0.1, exact=True),
-        _mars("MARS-AdamW, raw second moment", 2e-3, options={"second_moment": "raw"}),
+        _mars("MARS-AdamW", lr),
+        _mars("MARS-AdamW, γ = 0.1", lr, gamma=0.1),
+        _mars("MARS-AdamW, γ = 0.1, exact", lr, gamma=0.1, exact=True),
+        _mars("MARS-AdamW, raw second moment", lr, options=raw),
+        _mars("MARS-AdamW, raw second moment, γ = 0.1", lr, gamma=0.1, options=raw),
+        _mars("MARS-AdamW (.95, .99), γ = 0.1", lr, gamma=0.1, betas=PUBLISHED),
     )
     return Study(
-        name="search-50m",
-        question="A 50M-parameter GPT, 59M tokens: which setting of the family is worth a switch?",
+        name=name,
+        question=f"{what}: which setting of the family is worth a switch?",
         prediction="MARS-AdamW ends 0.03 below AdamW at its betas. MARS-M equals Muon whatever γ "
         "is; with its tables trained by MARS-AdamW it ends 0.01 below Muon.",
-        base=gpt_50m,
+        base=base,
         arms=arms,
         comparisons=(
             *(_lower(a.label, adamw, 0.03) for a in arms if a.optimizer == "mars-adamw"),
             *(_lower(a.label, muon, 0.01) for a in arms if a.optimizer == "mars-m"),
         ),
     )
+
+
+def search_50m() -> Study:
+    what = "A 50M-parameter GPT, 59M tokens"
+    return _search("search-50m", gpt_50m, 2e-3, 4e-3, what)
 
 
 def tiny_optimizers() -> Study:
@@ -293,6 +300,11 @@ def tiny_batch() -> Study:
     return _batch("tiny-batch", gpt_tiny, 5e-3, "A tiny GPT", *sizes, ("1k", "8k"), 0.03)
 
 
+def tiny_search() -> Study:
+    what = "A GPT of 0.4M parameters, 150k bytes of Shakespeare"
+    return _search("tiny-search", gpt_tiny, 5e-3, 3.2e-2, what)
+
+
 STUDIES: dict[str, Callable[[], Study]] = {
     "optimizers-50m": optimizers_50m,
     "correction-50m": correction_50m,
@@ -304,6 +316,7 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "tiny-correction": tiny_correction,
     "tiny-clip": tiny_clip,
     "tiny-batch": tiny_batch,
+    "tiny-search": tiny_search,
 }
 
 
