@@ -166,6 +166,20 @@ def grid(path: Path) -> str:
     return table(["", "best rate", "validation loss", "to AdamW (95 % interval)"], rows)
 
 
+# ---- studies
+
+
+def arms(name: str) -> str:
+    """The arms of a study, as its verdict has them; times are of a busy machine and left out."""
+    lines = (RESULTS / name / "verdict.md").read_text().splitlines()
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
+    kept = [cells[0].index(column) for column in ("best rate", "seeds", "loss", "to")]
+    kept += [cells[0].index("difference, 95 % interval")]
+    return table(["", *(cells[0][i] for i in kept)], [
+        [row[0], *(row[i].replace("–", "") for i in kept)] for row in cells[2:]
+    ])  # fmt: skip
+
+
 # ---- bench/settings.py
 
 
@@ -317,6 +331,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "train-speed": train_speed,
     "cost": cost,
     "cifar10": lambda: accuracies("cifar10-resnet18-grid", "cifar10-resnet18-short"),
+    "tiny-correction": lambda: arms("tiny-correction"),
+    "tiny-clip": lambda: arms("tiny-clip"),
+    "tiny-search": lambda: arms("tiny-search"),
     "scores": lambda: scores("gpt2-small-scores/eval.json"),
     "settings": measured,
 }
