@@ -236,7 +236,7 @@ def row(one: Candidate, shape: Shape, batch_size: int, args: argparse.Namespace)
         "milliseconds": 1e3 * batch_size * shape.block_size / speed,
         "mfu": speed * flops_per_token(shape) / peak if peak else None,
         "peak_memory": None if args.graphs else one.memory,  # theirs is not seen by replaying them
-        "graphs": args.graphs and one.name.startswith("ours"),
+        "graphs": args.graphs and args.autocast and one.name.startswith("ours"),
     }
 
 

@@ -7,6 +7,7 @@ to the graphs: they become ``p.grad`` again after each replay, whoever has set t
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 
 import torch
@@ -21,6 +22,7 @@ class Recorded:
     def __init__(
         self, compute: Callable[..., Tensor], batch: tuple[Tensor, ...], pool: Recorded | None
     ) -> None:
+        gc.collect()  # graphs of an earlier run: they must not die while this one is recorded
         self.batch = tuple(part.clone() for part in batch)
         self.graph = torch.cuda.CUDAGraph()
         shared = None if pool is None else pool.graph.pool()

@@ -70,7 +70,7 @@ class Training:
             "not in exact mode": optimizer.exact,
             "not in fp16, whose scale changes": self.scaler.is_enabled(),
             "not with consume_grads, which takes the gradients' memory":
-                "consume_grads" in optimizer.options,
+                self.is_mars and self.optimizer.defaults["consume_grads"],
         }  # fmt: skip
         for text, holds in obstacles.items():
             if holds:

@@ -106,9 +106,14 @@ def attempt(order: Order) -> Ended:
 
 
 def _train(run: Run, watcher: Watcher, order: Order) -> State:
+    with workers.at_work(run):  # no error leaves it with the run in its traceback
+        return _watched(run, watcher, order)
+
+
+def _watched(run: Run, watcher: Watcher, order: Order) -> State:
     bar = Progress(run.loop.steps) if order.show and sys.stderr.isatty() else nullcontext()
     try:
-        with workers.at_work(run), bar as shown:
+        with bar as shown:
 
             def watch(record: dict[str, Any]) -> None:
                 if shown is not None:

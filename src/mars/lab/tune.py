@@ -142,6 +142,9 @@ class Search:
             except BrokenProcessPool as error:
                 workers.stop(pool)
                 raise LabError("a worker died (memory?); the same command goes on") from error
+            except BaseException:  # a lost GPU, say: nobody is left training
+                workers.stop(pool)
+                raise
         self.findings.write(self.study)
         sys.stdout.write(self.findings.tell(self.study) + "\n")
         return not stopped

@@ -132,7 +132,9 @@ class Embed(nn.Module):
 
 class LastNorm(nn.LayerNorm):
     def forward(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:  # type: ignore[override]
-        return add_norm(x_BTD, y_BTD, self)[1]
+        # Scores are computed from what autocast's norm leaves in float32.
+        norm = add_norm if self.training else plain_add_norm
+        return norm(x_BTD, y_BTD, self)[1]
 
 
 class Transformer(nn.Module):

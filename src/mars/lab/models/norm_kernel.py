@@ -124,9 +124,11 @@ def forward(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Te
     normed = torch.empty_like(x)
     rows, programs, sizes = _launch(x, forward_shape(x.shape[-1]))
     if rows:
-        _forward[(programs,)](
-            x, x if y is None else y, weight, total, normed, rows, eps, ADD=y is not None, **sizes
-        )
+        with torch.cuda.device_of(x):
+            _forward[(programs,)](
+                x, x if y is None else y, weight, total, normed, rows, eps, ADD=y is not None,
+                **sizes,
+            )  # fmt: skip
     return total, normed
 
 
@@ -139,14 +141,16 @@ def backward(
     stream = d_normed if d_total is None else d_total
     parts = total.new_empty(programs, width, dtype=torch.float32)
     d_weight = total.new_empty(width, dtype=torch.float32)
-    if rows:
-        _backward[(programs,)](
-            d_normed, stream, total, weight, dx, parts, rows, eps, ADD=d_total is not None, **sizes
+    with torch.cuda.device_of(total):
+        if rows:
+            _backward[(programs,)](
+                d_normed, stream, total, weight, dx, parts, rows, eps, ADD=d_total is not None,
+                **sizes,
+            )  # fmt: skip
+        # Few columns a program, so that many read what has just been written, still in the cache.
+        _sum[(triton.cdiv(width, 16),)](
+            parts, d_weight, programs, D=width, ROWS=256, COLUMNS=16, num_warps=8
         )
-    # Few columns a program, so that many read what has just been written, still in the cache.
-    _sum[(triton.cdiv(width, 16),)](
-        parts, d_weight, programs, D=width, ROWS=256, COLUMNS=16, num_warps=8
-    )
     return dx, d_weight
 
 
