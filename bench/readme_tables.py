@@ -111,13 +111,13 @@ def accuracies(grid: str, seeds: str) -> str:
     rows = []
     for e in race(seeds).ranked:
         curve, measure = tried[e.optimizer], e.measure
-        found = "  ".join(
+        found = ", ".join(
             _bold(f"{units.rate(p.lr)}: {_percent(p.mean)}", p.lr == curve.best)
             for p in curve.points
         )
         gap = measure.shown(e.difference) if e.difference else None
         rows.append([
-            e.label, found.replace("  ", ", "), _percents(e.accuracy), _percents(e.best_accuracy),
+            e.label, found, _percents(e.accuracy), _percents(e.best_accuracy),
             _difference(gap, decimals=2), f"{PUBLISHED.get(e.optimizer, '')}",
         ])  # fmt: skip
     return table(

@@ -122,8 +122,7 @@ def _finish(futures: dict[Future[str], Job], board: Board) -> None:
             try:
                 board.finish(job.name, future.result())
             except LabError as error:
-                again = "the same command goes on from here"
-                raise LabError(f"{job.name}: {error}; {again}") from error
+                raise LabError(f"{job.name}: {error}") from error
 
 
 class Board(Shown):

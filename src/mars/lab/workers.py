@@ -69,7 +69,8 @@ def at_work(run: Run) -> Iterator[None]:
                 torch.cuda.empty_cache()
             except RuntimeError as error:  # of an earlier kernel; none will run any more
                 text = str(error).splitlines()[0]
-                raise LabError(f"{text}: this process has lost the GPU") from error
+                again = "the same command goes on from here"
+                raise LabError(f"{text}: this process has lost the GPU; {again}") from error
 
 
 def answer() -> None:
