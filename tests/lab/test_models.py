@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import mars
 from mars.lab.errors import LabError
-from mars.lab.models import GPT, epilogue, flops_per_token, peak_flops, products
+from mars.lab.models import GPT, cublaslt, flops_per_token, peak_flops, products
 from mars.lab.models.flops import peak_of
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -309,11 +309,11 @@ def test_weight_gradients_come_out_in_float32() -> None:
 
 def test_without_a_gpu_gelu_is_torchs() -> None:
     x, w, dy = some((8, 8), (16, 8), (8, 16))
-    assert not epilogue._usable(x, w)
-    h, g = epilogue.gelu_product(x, w)
+    assert not cublaslt._usable(x, w)
+    h, g = cublaslt.gelu_product(x, w)
     torch.testing.assert_close(g, F.gelu(x @ w.T, approximate="tanh"))
     (want,) = torch.autograd.grad(g, h, dy)
-    torch.testing.assert_close(epilogue.gelu_gradient(dy, torch.eye(16).double(), h), want)
+    torch.testing.assert_close(cublaslt.gelu_gradient(dy, torch.eye(16).double(), h), want)
 
 
 @cuda
@@ -322,9 +322,9 @@ def test_gelu_in_the_epilogue(dtype: torch.dtype) -> None:
     x, up, down, dy = (
         t.detach().cuda().to(dtype) for t in some((1024, 128), (512, 128), (128, 512), (1024, 128))
     )
-    assert epilogue._checked(0, dtype), "cuBLASLt did not agree with torch"
-    h, g = epilogue.gelu_product(x, up)
-    dh = epilogue.gelu_gradient(dy, down, h)
+    assert cublaslt._checked(0, dtype), "cuBLASLt did not agree with torch"
+    h, g = cublaslt.gelu_product(x, up)
+    dh = cublaslt.gelu_gradient(dy, down, h)
     want_h = x.double() @ up.double().T
     want_dh = torch.ops.aten.gelu_backward(dy.double() @ down.double(), want_h, approximate="tanh")
     wanted = (want_h, F.gelu(want_h, approximate="tanh"), want_dh)
@@ -348,33 +348,33 @@ def test_gelu_in_the_epilogue(dtype: torch.dtype) -> None:
 def test_the_fastest_algorithm_of_the_same_bits(
     trials: list[tuple[float, bool]], choice: int
 ) -> None:
-    assert epilogue.fastest(trials) == choice
+    assert cublaslt.fastest(trials) == choice
 
 
 SIZE = (512, 4096, 256, torch.bfloat16, 0)  # m, n, k of both products
 
 
 @cuda
-@pytest.mark.parametrize("kind", [(epilogue.GELU_AUX, True), (epilogue.DGELU, False)])
+@pytest.mark.parametrize("kind", [(cublaslt.GELU_AUX, True), (cublaslt.DGELU, False)])
 def test_algorithms_are_tried_in_peace(kind: tuple[int, bool]) -> None:
     """Nobody's random numbers change, no memory stays, and what is taken has the bits."""
-    epilogue._plan(*kind, *SIZE)  # the library and its handle are there from now on
-    epilogue._plan.cache_clear()
+    cublaslt._plan(*kind, *SIZE)  # the library and its handle are there from now on
+    cublaslt._plan.cache_clear()
     before = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
-    chosen = epilogue._plan(*kind, *SIZE)
+    chosen = cublaslt._plan(*kind, *SIZE)
     assert torch.cuda.memory_allocated() == before[1]
     assert torch.equal(torch.cuda.get_rng_state(), before[0])
-    assert epilogue._plan(*kind, *SIZE) is chosen
-    first = epilogue._plans(*kind, *SIZE[:3], epilogue.TYPES[torch.bfloat16], 0)[0]
-    trials = epilogue._trials([first, chosen], kind[0], *SIZE)
+    assert cublaslt._plan(*kind, *SIZE) is chosen
+    first = cublaslt._plans(*kind, *SIZE[:3], cublaslt.TYPES[torch.bfloat16], 0)[0]
+    trials = cublaslt._trials([first, chosen], kind[0], *SIZE)
     assert all(same and 0 < time < 100 for time, same in trials)
 
 
 @cuda
 def test_other_bits_and_refusals_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    (first, *_), run = epilogue._plans(160, True, *SIZE[:3], 14, 0), epilogue._run
+    (first, *_), run = cublaslt._plans(160, True, *SIZE[:3], 14, 0), cublaslt._run
 
-    def faulty(plan: epilogue.Plan, a: Tensor, b: Tensor, out: Tensor, aux: Tensor) -> None:
+    def faulty(plan: cublaslt.Plan, a: Tensor, b: Tensor, out: Tensor, aux: Tensor) -> None:
         if plan.layouts == ["refuse"]:
             raise RuntimeError
         run(first, a, b, out, aux)
@@ -383,9 +383,9 @@ def test_other_bits_and_refusals_are_seen(monkeypatch: pytest.MonkeyPatch) -> No
         if plan.layouts == ["aux"]:
             aux.zero_()
 
-    monkeypatch.setattr(epilogue, "_run", faulty)
+    monkeypatch.setattr(cublaslt, "_run", faulty)
     plans = [first, *(first._replace(layouts=[word]) for word in ("refuse", "signs", "aux", ""))]
-    trials = epilogue._trials(plans, epilogue.GELU_AUX, *SIZE)
+    trials = cublaslt._trials(plans, cublaslt.GELU_AUX, *SIZE)
     assert [same for _, same in trials] == [True, False, False, False, True]
     assert trials[1][0] == math.inf
 
@@ -393,14 +393,14 @@ def test_other_bits_and_refusals_are_seen(monkeypatch: pytest.MonkeyPatch) -> No
 @cuda
 def test_nothing_is_timed_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = (torch.randn(s, device="cuda").bfloat16() for s in ((512, 64), (128, 64)))
-    want = epilogue.gelu_product(x, w)
+    want = cublaslt.gelu_product(x, w)
     torch.cuda.synchronize()
-    epilogue._plan.cache_clear()
-    monkeypatch.setattr(epilogue, "_trials", None)
+    cublaslt._plan.cache_clear()
+    monkeypatch.setattr(cublaslt, "_trials", None)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = epilogue.gelu_product(x, w)
-    epilogue._plan.cache_clear()  # it has the first choice
+        got = cublaslt.gelu_product(x, w)
+    cublaslt._plan.cache_clear()  # it has the first choice
     graph.replay()
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)

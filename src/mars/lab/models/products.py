@@ -2,7 +2,7 @@
 
 Autocast rounds the gradient of a weight to 16 bits, only to add it to a float32 one. The product
 that makes it has it in float32; here it is written so, which is more exact and saves a kernel for
-each weight. The MLP goes as one piece, so that GELU can be part of its products (epilogue.py).
+each weight. The MLP goes as one piece, so that GELU can be part of its products (cublaslt.py).
 
 Used on CUDA for 16-bit products of layers without bias; for everything else, torch's layers. The
 operators run on a CPU too, in any precision: that is how they are tested.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mars.lab.models.epilogue import gelu_gradient, gelu_product
+from mars.lab.models.cublaslt import gelu_gradient, gelu_product
 
 ops: Any = torch.ops.mars_lab
 
