@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import mars
 from mars.lab.errors import LabError
-from mars.lab.models import GPT, cublaslt, flops_per_token, peak_flops, products
+from mars.lab.models import GPT, flops_per_token, peak_flops, products
 from mars.lab.models.flops import peak_of
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -305,105 +305,6 @@ def test_weight_gradients_come_out_in_float32() -> None:
     want = dy.detach().bfloat16().double().T @ half.detach().double()
     assert got.dtype == torch.float32
     assert (got - want).norm() < 1e-5 * want.norm()
-
-
-def test_without_a_gpu_gelu_is_torchs() -> None:
-    x, w, dy = some((8, 8), (16, 8), (8, 16))
-    assert not cublaslt._usable(x, w)
-    h, g = cublaslt.gelu_product(x, w)
-    torch.testing.assert_close(g, F.gelu(x @ w.T, approximate="tanh"))
-    (want,) = torch.autograd.grad(g, h, dy)
-    torch.testing.assert_close(cublaslt.gelu_gradient(dy, torch.eye(16).double(), h), want)
-
-
-@cuda
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gelu_in_the_epilogue(dtype: torch.dtype) -> None:
-    x, up, down, dy = (
-        t.detach().cuda().to(dtype) for t in some((1024, 128), (512, 128), (128, 512), (1024, 128))
-    )
-    assert cublaslt._checked(0, dtype), "cuBLASLt did not agree with torch"
-    h, g = cublaslt.gelu_product(x, up)
-    dh = cublaslt.gelu_gradient(dy, down, h)
-    want_h = x.double() @ up.double().T
-    want_dh = torch.ops.aten.gelu_backward(dy.double() @ down.double(), want_h, approximate="tanh")
-    wanted = (want_h, F.gelu(want_h, approximate="tanh"), want_dh)
-    for got, want in zip((h, g, dh), wanted, strict=True):
-        assert (got.double() - want).norm() < 2 * torch.finfo(dtype).eps * want.norm()
-
-
-@pytest.mark.parametrize(
-    ("trials", "choice"),
-    [
-        ([(300.0, True)], 0),
-        ([(300.0, True), (200.0, False)], 0),
-        ([(300.0, True), (292.0, True)], 0),
-        ([(300.0, True), (291.0, True)], 1),
-        ([(300.0, True), (250.0, True), (200.0, True), (200.0, True), (100.0, False)], 2),
-        ([(300.0, True), (math.inf, False), (250.0, True)], 2),
-        ([(300.0, False), (200.0, False)], 0),
-        ([(math.inf, False), (math.inf, False)], 0),
-    ],
-)
-def test_the_fastest_algorithm_of_the_same_bits(
-    trials: list[tuple[float, bool]], choice: int
-) -> None:
-    assert cublaslt.fastest(trials) == choice
-
-
-SIZE = (512, 4096, 256, torch.bfloat16, 0)  # m, n, k of both products
-
-
-@cuda
-@pytest.mark.parametrize("kind", [(cublaslt.GELU_AUX, True), (cublaslt.DGELU, False)])
-def test_algorithms_are_tried_in_peace(kind: tuple[int, bool]) -> None:
-    """Nobody's random numbers change, no memory stays, and what is taken has the bits."""
-    cublaslt._plan(*kind, *SIZE)  # the library and its handle are there from now on
-    cublaslt._plan.cache_clear()
-    before = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
-    chosen = cublaslt._plan(*kind, *SIZE)
-    assert torch.cuda.memory_allocated() == before[1]
-    assert torch.equal(torch.cuda.get_rng_state(), before[0])
-    assert cublaslt._plan(*kind, *SIZE) is chosen
-    first = cublaslt._plans(*kind, *SIZE[:3], cublaslt.TYPES[torch.bfloat16], 0)[0]
-    trials = cublaslt._trials([first, chosen], kind[0], *SIZE)
-    assert all(same and 0 < time < 100 for time, same in trials)
-
-
-@cuda
-def test_other_bits_and_refusals_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    (first, *_), run = cublaslt._plans(160, True, *SIZE[:3], 14, 0), cublaslt._run
-
-    def faulty(plan: cublaslt.Plan, a: Tensor, b: Tensor, out: Tensor, aux: Tensor) -> None:
-        if plan.layouts == ["refuse"]:
-            raise RuntimeError
-        run(first, a, b, out, aux)
-        if plan.layouts == ["signs"]:
-            out.view(torch.int16)[0, 0] ^= -(2**15)
-        if plan.layouts == ["aux"]:
-            aux.zero_()
-
-    monkeypatch.setattr(cublaslt, "_run", faulty)
-    plans = [first, *(first._replace(layouts=[word]) for word in ("refuse", "signs", "aux", ""))]
-    trials = cublaslt._trials(plans, cublaslt.GELU_AUX, *SIZE)
-    assert [same for _, same in trials] == [True, False, False, False, True]
-    assert trials[1][0] == math.inf
-
-
-@cuda
-def test_nothing_is_timed_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, w = (torch.randn(s, device="cuda").bfloat16() for s in ((512, 64), (128, 64)))
-    want = cublaslt.gelu_product(x, w)
-    torch.cuda.synchronize()
-    cublaslt._plan.cache_clear()
-    monkeypatch.setattr(cublaslt, "_trials", None)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = cublaslt.gelu_product(x, w)
-    cublaslt._plan.cache_clear()  # it has the first choice
-    graph.replay()
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
 
 
 @cuda

@@ -1,15 +1,17 @@
-"""Products of 16-bit matrices with GELU, or its derivative, in their epilogue: cuBLASLt by ctypes.
+"""Products of 16-bit matrices by cuBLASLt, through ctypes: what torch has no operator for, or slow.
 
-torch has no operator for them. With them the activations of a GPT's MLP, the largest tensors of a
-step but for the logits, are written once instead of written, read and written. What is used is the
-library that torch itself has loaded; where there is none, where it refuses or where it fails a
-comparison with torch, `gelu_product` and `gelu_gradient` take torch's own operators.
+With GELU, or its derivative, in the epilogue of a product the activations of a GPT's MLP, the
+largest tensors of a step but for the logits, are written once instead of written, read and written.
+And of plain products torch takes the algorithm that the library proposes first, which is not always
+its best: another can be 3 to 12 % faster on an H200, with the same bits.
 
-Of its algorithms the fastest is taken among those that give the bits of its own first choice, which
-can be an old kernel: so what is computed does not depend on what was timed.
+Algorithms are timed once for each size, and one is taken only if it gives the bits of torch's own
+product; with an epilogue, which torch does not have, those of the library's first choice. So what
+is computed does not depend on what was timed. Used is the library that torch itself has loaded;
+where there is none, where it refuses or gains nothing, torch's operators are.
 
 The GELU is the tanh approximation, as in GPT-2. Row-major (N, F) is cuBLAS's column-major (F, N):
-all products below are written as it sees them.
+it is given out = a·b as outᵀ = bᵀ·aᵀ.
 """
 
 from __future__ import annotations
@@ -27,15 +29,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+# Can a 16-bit product be written in float32 by torch? (2.8 and later, CUDA)
+WRITES_FLOAT32 = "dtype_out" in torch.ops.aten.addmm.overloads()
+
 WORKSPACE = 32 << 20  # bytes; what NVIDIA advises for Hopper
-TYPES = {torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
-FLOAT32, COMPUTE_FLOAT32 = 0, 68
-TRANSPOSE_A, EPILOGUE, AUX_POINTER, AUX_LD = 3, 7, 11, 12  # attributes of a product
-MAX_WORKSPACE = 1  # attribute of a preference
-GELU_AUX, DGELU = 160, 192  # epilogues
+ALIGNMENT = 256  # bytes; what the library takes for granted when it proposes
+SMALLEST = 1 << 33  # multiplications; 25 us of an H200: less has little to gain, and the host waits
+GAIN = 0.03  # by which another must be faster
 CHOICES = 8  # algorithms to ask for
-GAIN = 0.03  # by which another must be faster than the first
-MANY = 1 << 21  # results that no two orders of summation round alike
+
+HALVES = (torch.float16, torch.bfloat16)
+TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
+COMPUTE_FLOAT32 = 68
+TRANSPOSE_A, TRANSPOSE_B, EPILOGUE, AUX_POINTER, AUX_LD = 3, 4, 7, 11, 12  # attributes of a product
+MAX_WORKSPACE = 1  # attribute of a preference
+PLAIN, GELU_AUX, DGELU = 1, 160, 192  # epilogues
+ZERO, ONE = c_float(0.0), c_float(1.0)
+
+Kind = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
+"""What a plan knows of a tensor: dtype, shape, strides."""
 
 
 class Heuristic(ctypes.Structure):
@@ -51,26 +63,32 @@ class Heuristic(ctypes.Structure):
 
 
 class Plan(NamedTuple):
-    """How to multiply matrices of some sizes. Plans of the same sizes share all but the last."""
+    """How to multiply matrices of some kinds. Plans of the same kinds share all but the last."""
 
     description: c_void_p
     layouts: list[c_void_p]
     heuristic: Heuristic
 
 
+def multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
+    """out = a·b, or out += a·b, where out may be wider than a and b."""
+    large = a.is_cuda and a.numel() * b.shape[1] >= SMALLEST
+    _run(_plan(PLAIN, add, out, a, b) if large else None, add, out, a, b)
+
+
 def gelu_product(x_ND: Tensor, w_FD: Tensor) -> tuple[Tensor, Tensor]:
     """h = x·wᵀ and GELU(h)."""
-    if _usable(x_ND, w_FD):
-        return _fused_product(x_ND, w_FD)
+    fused = _fused_product(x_ND, w_FD) if _usable(x_ND) else None
+    if fused is not None:
+        return fused
     h_NF = F.linear(x_ND, w_FD)
     return h_NF, F.gelu(h_NF, approximate="tanh")
 
 
 def gelu_gradient(dy_ND: Tensor, w_DF: Tensor, h_NF: Tensor) -> Tensor:
     """The gradient of h, when y = GELU(h)·wᵀ."""
-    if _usable(dy_ND, w_DF) and h_NF.is_contiguous():
-        return _fused_gradient(dy_ND, w_DF, h_NF)
-    return _gelu_backward(dy_ND @ w_DF, h_NF)
+    fused = _fused_gradient(dy_ND, w_DF, h_NF) if _usable(dy_ND) else None
+    return _gelu_backward(dy_ND @ w_DF, h_NF) if fused is None else fused
 
 
 def _gelu_backward(dg: Tensor, h: Tensor) -> Tensor:
@@ -78,170 +96,240 @@ def _gelu_backward(dg: Tensor, h: Tensor) -> Tensor:
     return dh
 
 
-def _fused_product(x_ND: Tensor, w_FD: Tensor) -> tuple[Tensor, Tensor]:
+def _fused_product(x_ND: Tensor, w_FD: Tensor) -> tuple[Tensor, Tensor] | None:
     h_NF, g_NF = (x_ND.new_empty(len(x_ND), len(w_FD)) for _ in range(2))
-    _multiply(GELU_AUX, True, w_FD, x_ND, g_NF, h_NF)
-    return h_NF, g_NF
+    return (h_NF, g_NF) if _fuse(GELU_AUX, g_NF, x_ND, w_FD.T, h_NF) else None
 
 
-def _fused_gradient(dy_ND: Tensor, w_DF: Tensor, h_NF: Tensor) -> Tensor:
+def _fused_gradient(dy_ND: Tensor, w_DF: Tensor, h_NF: Tensor) -> Tensor | None:
     dh_NF = torch.empty_like(h_NF)
-    _multiply(DGELU, False, w_DF, dy_ND, dh_NF, h_NF)
-    return dh_NF
+    return dh_NF if _fuse(DGELU, dh_NF, dy_ND, w_DF, h_NF) else None
 
 
-def _usable(*tensors: Tensor) -> bool:
-    """Would cuBLASLt take these, and is it there?"""
-    first = tensors[0]
-    fit = (
-        first.is_cuda
-        and first.dtype in TYPES
-        and len(first) > 0
-        and all(
-            t.is_contiguous() and t.shape[1] % 8 == 0 and len(t) % 8 == 0 and t.data_ptr() % 16 == 0
-            for t in tensors
-        )
-    )
-    return fit and _checked(first.device.index, first.dtype)
+def _fuse(epilogue: int, *tensors: Tensor) -> bool:
+    """Multiply, if there is a plan."""
+    plan = _plan(epilogue, False, *tensors)
+    if plan is not None:
+        _run(plan, False, *tensors)
+    return plan is not None
+
+
+def _usable(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in HALVES and _checked(x.device, x.dtype)
 
 
 @cache
-def _checked(device: int, dtype: torch.dtype) -> bool:
-    """Do both products agree with torch's on this device? Asked once."""
+def _checked(device: torch.device, dtype: torch.dtype) -> bool:
+    """Do both products with GELU agree with torch's on this device? Asked once.
+
+    Not at each size: there they are used even if nothing could be tried.
+    """
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("run a step before capturing a CUDA graph")
     generator = torch.Generator().manual_seed(0)
     x_ND, w_FD, dy_ND, w_DF = (
-        torch.randn(shape, generator=generator).to(f"cuda:{device}", dtype)
+        torch.randn(shape, generator=generator).to(device, dtype)
         for shape in ((128, 64), (256, 64), (128, 64), (64, 256))
     )
-    try:
-        h_NF, g_NF = _fused_product(x_ND, w_FD)
-        dh_NF = _fused_gradient(dy_ND, w_DF, h_NF)
-    except (OSError, AttributeError, RuntimeError):
-        return False
     want_h_NF = F.linear(x_ND, w_FD)
     want_g_NF = F.gelu(want_h_NF, approximate="tanh")
     want_dh_NF = _gelu_backward(dy_ND @ w_DF, want_h_NF)
-    pairs = ((h_NF, want_h_NF), (g_NF, want_g_NF), (dh_NF, want_dh_NF))
+    try:
+        with torch.cuda.device(device):
+            forward = _fused_product(x_ND, w_FD)
+            dh_NF = _fused_gradient(dy_ND, w_DF, want_h_NF)
+    except RuntimeError:
+        return False
+    if forward is None or dh_NF is None:
+        return False
+    pairs = zip((*forward, dh_NF), (want_h_NF, want_g_NF, want_dh_NF), strict=True)
     # Errors of rounding are 2⁻⁹ of a bfloat16; a wrong formula or layout is wrong by 1.
     return all(bool((a.float() - b.float()).norm() <= 0.02 * b.float().norm()) for a, b in pairs)
 
 
-def _multiply(
-    epilogue: int, transposed: bool, a: Tensor, b: Tensor, out: Tensor, aux: Tensor
-) -> None:
-    """out = epilogue(A·B), column-major, where A is `a` or its transpose."""
-    (k, n), m = b.shape[::-1], out.shape[1]
-    _run(_plan(epilogue, transposed, m, n, k, a.dtype, a.device.index), a, b, out, aux)
-
-
-def _run(plan: Plan, a: Tensor, b: Tensor, out: Tensor, aux: Tensor) -> None:
-    lib, (description, layouts, heuristic) = _library(), plan
-    _set(lib.cublasLtMatmulDescSetAttribute, description, AUX_POINTER, c_void_p(aux.data_ptr()))
-    workspace = a.new_empty(WORKSPACE, dtype=torch.uint8)
-    one, zero = c_float(1.0), c_float(0.0)
-    status = lib.cublasLtMatmul(
-        _handle(a.device.index), description, byref(one), _at(a), layouts[0], _at(b), layouts[1],
-        byref(zero), _at(out), layouts[2], _at(out), layouts[2], byref(heuristic),
-        _at(workspace), c_size_t(WORKSPACE), c_void_p(torch.cuda.current_stream().cuda_stream),
-    )  # fmt: skip
-    _succeed(status)
+def _plan(epilogue: int, add: bool, *tensors: Tensor) -> Plan | None:
+    """How to multiply these (out, a, b and what an epilogue has besides); None: by torch."""
+    device = tensors[0].device
+    here = device.index == torch.cuda.current_device()
+    if not here or any(t.data_ptr() % ALIGNMENT for t in tensors):
+        return None
+    return _choice(epilogue, add, device, *((t.dtype, t.shape, t.stride()) for t in tensors))
 
 
 @cache
-def _plan(
-    epilogue: int, transposed: bool, m: int, n: int, k: int, dtype: torch.dtype, device: int
-) -> Plan:
-    """The fastest that gives the bits of the library's first choice, which is always the same."""
-    plans = _plans(epilogue, transposed, m, n, k, TYPES[dtype], device)
-    # A small product can have the same bits by chance; while a graph is captured nothing is timed.
-    if m * n < MANY or torch.cuda.is_current_stream_capturing():
+def _choice(epilogue: int, add: bool, device: torch.device, *kinds: Kind) -> Plan | None:
+    """The fastest of torch's own and those of its bits; of an epilogue, of the library's first."""
+    own = [None] if epilogue == PLAIN else []
+    timed = not torch.cuda.is_current_stream_capturing()
+    if not suitable(*kinds) or (own and not timed):
+        return None
+    try:
+        plans: list[Plan | None] = [*own, *_plans(epilogue, device, *kinds)]
+    except (OSError, AttributeError, RuntimeError):
+        return None
+    if not timed:
         return plans[0]
     try:
-        return plans[fastest(_trials(plans, epilogue, m, n, k, dtype, device))]
+        return plans[fastest(_times(plans, add, device, *kinds))]
     except torch.OutOfMemoryError:
         return plans[0]
 
 
-def fastest(trials: Sequence[tuple[float, bool]]) -> int:
-    """Which to take, by time and whether the bits are the first's: the first, if it hardly matters.
+def suitable(out: Kind, a: Kind, b: Kind, *aux: Kind) -> bool:
+    """Would cuBLASLt take such matrices?"""
+    half = a[0]
+    dtypes = all(t[0] == half for t in (b, *aux)) and out[0] in (half, torch.float32)
+    row_major = all(strides[1] == 1 for _, _, strides in (out, *aux))
+    fits = all(_fits(shape, strides) for _, shape, strides in (out, a, b, *aux))
+    return half in HALVES and dtypes and row_major and fits
 
-    >>> fastest([(319.0, True), (200.0, False), (300.0, True), (290.0, True)])
+
+def _fits(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Does every row, or else every column, lie in one piece and begin at 16 bytes?"""
+    if 1 not in strides:
+        return False
+    rows, _, leading, _ = column_major(shape, strides)
+    return leading >= rows and min(shape) > 0 and not any(n % 8 for n in (*shape, leading))
+
+
+def column_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int, bool]:
+    """Rows, columns and leading dimension as cuBLAS sees a matrix; whether it has to transpose.
+
+    >>> column_major((4, 3), (5, 1)), column_major((3, 4), (1, 5))
+    ((3, 4, 5, False), (3, 4, 5, True))
+    """
+    transposed = strides[1] != 1
+    if transposed:
+        shape, strides = shape[::-1], strides[::-1]
+    return shape[1], shape[0], strides[0], transposed
+
+
+def fastest(times: Sequence[float]) -> int:
+    """Which to take: the first, if it hardly matters.
+
+    >>> fastest([319.0, math.inf, 300.0, 290.0])
     3
-    >>> fastest([(200.0, True), (198.0, True)])
+    >>> fastest([200.0, 198.0])
     0
     """
-    limit = trials[0][0] * (1 - GAIN)
-    faster = [(time, i) for i, (time, same) in enumerate(trials) if same and time <= limit]
-    return min(faster)[1] if faster else 0
+    best = min(range(len(times)), key=lambda i: times[i])
+    return best if times[best] <= times[0] * (1 - GAIN) else 0
 
 
-def _trials(
-    plans: list[Plan], epilogue: int, m: int, n: int, k: int, dtype: torch.dtype, device: int
-) -> list[tuple[float, bool]]:
-    """Milliseconds of each, and whether its bits are the first's, for random matrices.
+def _times(
+    plans: Sequence[Plan | None], add: bool, device: torch.device, *kinds: Kind
+) -> list[float]:
+    """Milliseconds of each for random matrices; infinite, if its bits are not the first's.
 
-    Their product is about 1 in size, where GELU is neither 0 nor a straight line, and the time
-    that of a chip at work: on zeros it draws less power. The generator is one of its own, and what
-    is allocated, three or four times the output, is free again after it.
+    The product is about 1 in size, where GELU is neither 0 nor a straight line, and the time that
+    of a chip at work: on zeros it draws less power. The generator is one of its own, and what is
+    allocated, operands and the output twice, is free again after it.
     """
-    generator = torch.Generator(torch.device("cuda", device)).manual_seed(0)
-    a, b, aux = (
-        torch.randn(shape, generator=generator, dtype=dtype, device=generator.device)
-        for shape in ((m, k), (n, k), (n, m))
-    )
-    a *= k**-0.5
-    out = torch.empty_like(aux)
-    written = (out, aux) if epilogue == GELU_AUX else (out,)
+    generator = torch.Generator(device).manual_seed(0)
+    out, a, _, *aux = tensors = [_draw(generator, *kind) for kind in kinds]
+    a *= a.shape[1] ** -0.5
 
-    def bits(plan: Plan) -> list[Tensor]:
-        for tensor in written:
-            tensor.zero_()  # else it may have what the one before has written
-        _run(plan, a, b, out, aux)
-        return [tensor.view(torch.int16) for tensor in written]
+    def bits(plan: Plan | None) -> list[Tensor]:
+        generator.manual_seed(1)
+        for tensor in (out, *aux):  # else it may have what the one before has written
+            tensor.normal_(generator=generator)
+        _run(plan, add, *tensors)
+        return [tensor.view(torch.int16) for tensor in (out, *aux)]
+
+    def same(plan: Plan | None) -> bool:
+        try:
+            return all(map(torch.equal, bits(plan), first))
+        except RuntimeError:  # the library can refuse what it has proposed
+            return False
 
     first = [tensor.clone() for tensor in bits(plans[0])]
-    trials = []
-    for plan in plans:
-        try:
-            same = all(map(torch.equal, bits(plan), first))
-            trials.append((_milliseconds(partial(_run, plan, a, b, out, aux)), same))
-        except RuntimeError:  # the library can refuse what it has proposed
-            trials.append((math.inf, False))
-    return trials
+    running = [i for i, plan in enumerate(plans) if i == 0 or same(plan)]
+    calls = [partial(_run, plans[i], add, *tensors) for i in running]
+    times = dict(zip(running, _milliseconds(calls), strict=True))
+    return [times.get(i, math.inf) for i in range(len(plans))]
 
 
-def _milliseconds(function: Callable[[], None]) -> float:
-    """The shortest of five, after two that do not count."""
-    marks = []
+def _draw(
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+) -> Tensor:
+    size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    drawn = torch.randn(size, generator=generator, dtype=dtype, device=generator.device)
+    return drawn.as_strided(shape, strides)
+
+
+def _milliseconds(calls: Sequence[Callable[[], None]]) -> list[float]:
+    """The shortest of five each, after two that do not count; in turns, as a chip gets slower."""
+    rounds = []
     for _ in range(7):
-        pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        pair[0].record()
-        function()
-        pair[1].record()
-        marks.append(pair)
-    marks[-1][1].synchronize()
-    return min(float(start.elapsed_time(end)) for start, end in marks[2:])
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
+        marks[0].record()
+        for call, mark in zip(calls, marks[1:], strict=True):
+            call()
+            mark.record()
+        rounds.append(marks)
+    rounds[-1][-1].synchronize()
+    return [
+        min(float(marks[i].elapsed_time(marks[i + 1])) for marks in rounds[2:])
+        for i in range(len(calls))
+    ]
+
+
+def _run(plan: Plan | None, add: bool, out: Tensor, a: Tensor, b: Tensor, *aux: Tensor) -> None:
+    """Multiply by a plan; if there is none, by torch."""
+    if plan is None:
+        _by_torch(add, out, a, b)
+        return
+    lib, device, (description, layouts, heuristic) = _library(), a.device, plan
+    for tensor in aux:
+        pointer = c_void_p(tensor.data_ptr())
+        _set(lib.cublasLtMatmulDescSetAttribute, description, AUX_POINTER, pointer)
+    workspace = a.new_empty(heuristic.workspace, dtype=torch.uint8)
+    status = lib.cublasLtMatmul(
+        _handle(device), description, byref(ONE), b.data_ptr(), layouts[0], a.data_ptr(),
+        layouts[1], byref(ONE if add else ZERO), out.data_ptr(), layouts[2], out.data_ptr(),
+        layouts[2], byref(heuristic), workspace.data_ptr(), heuristic.workspace,
+        torch.cuda.current_stream(device).cuda_stream,
+    )  # fmt: skip
+    _succeed(status)
+
+
+def _by_torch(add: bool, out: Tensor, a: Tensor, b: Tensor) -> None:
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, beta=int(add), out=out)
+    elif a.is_cuda and WRITES_FLOAT32:
+        torch.addmm(out, a, b, beta=int(add), out_dtype=out.dtype, out=out)
+    else:
+        product = a.to(out.dtype) @ b.to(out.dtype)
+        out.add_(product) if add else out.copy_(product)
 
 
 def _plans(
-    epilogue: int, transposed: bool, m: int, n: int, k: int, dtype: int, device: int
+    epilogue: int, device: torch.device, out: Kind, a: Kind, b: Kind, *aux: Kind
 ) -> list[Plan]:
     """What the library proposes, its first choice first."""
     lib = _library()
     description, preference = c_void_p(), c_void_p()
-    _succeed(lib.cublasLtMatmulDescCreate(byref(description), COMPUTE_FLOAT32, FLOAT32))
-    # The library asks how well the pointer is aligned before it is known; ours are by 512 bytes.
-    attributes = ((TRANSPOSE_A, c_int32(transposed)), (EPILOGUE, c_int32(epilogue)),
-                  (AUX_LD, c_int64(m)), (AUX_POINTER, c_void_p(512)))  # fmt: skip
+    _succeed(
+        lib.cublasLtMatmulDescCreate(byref(description), COMPUTE_FLOAT32, TYPES[torch.float32])
+    )
+    seen = [column_major(shape, strides) for _, shape, strides in (b, a, out)]
+    attributes: list[tuple[int, Any]] = [
+        (EPILOGUE, c_int32(epilogue)),
+        (TRANSPOSE_A, c_int32(seen[0][3])),
+        (TRANSPOSE_B, c_int32(seen[1][3])),
+    ]
+    for _, _, strides in aux:  # the library asks how well it is aligned before it is known
+        attributes += [(AUX_LD, c_int64(strides[0])), (AUX_POINTER, c_void_p(ALIGNMENT))]
     for name, value in attributes:
         _set(lib.cublasLtMatmulDescSetAttribute, description, name, value)
     layouts = []
-    for rows, columns in ((k, m) if transposed else (m, k), (k, n), (m, n)):
+    for (dtype, *_), (rows, columns, leading, _) in zip((b, a, out), seen, strict=True):
         layout = c_void_p()
-        sizes = (c_uint64(rows), c_uint64(columns), c_int64(rows))
-        _succeed(lib.cublasLtMatrixLayoutCreate(byref(layout), dtype, *sizes))
+        sizes = (c_uint64(rows), c_uint64(columns), c_int64(leading))
+        _succeed(lib.cublasLtMatrixLayoutCreate(byref(layout), TYPES[dtype], *sizes))
         layouts.append(layout)
     _succeed(lib.cublasLtMatmulPreferenceCreate(byref(preference)))
     _set(lib.cublasLtMatmulPreferenceSetAttribute, preference, MAX_WORKSPACE, c_uint64(WORKSPACE))
@@ -257,7 +345,7 @@ def _plans(
 
 
 @cache
-def _handle(device: int) -> c_void_p:
+def _handle(device: torch.device) -> c_void_p:
     handle = c_void_p()
     with torch.cuda.device(device):
         _succeed(_library().cublasLtCreate(byref(handle)))
@@ -269,11 +357,9 @@ def _library() -> ctypes.CDLL:
     """The cuBLASLt that this process has loaded."""
     torch.cuda.current_blas_handle()  # torch loads it late
     found = re.search(r"(/\S*libcublasLt\.so[.\d]*)$", Path("/proc/self/maps").read_text(), re.M)
-    return ctypes.CDLL(found[1] if found else "libcublasLt.so")
-
-
-def _at(tensor: Tensor) -> c_void_p:
-    return c_void_p(tensor.data_ptr())
+    lib = ctypes.CDLL(found[1] if found else "libcublasLt.so")
+    lib.cublasLtMatmul.argtypes = (*(c_void_p,) * 14, c_size_t, c_void_p)
+    return lib
 
 
 def _set(setter: Callable[..., int], what: c_void_p, name: int, value: Any) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars.lab.models.products import accumulate, wide
+from mars.lab.models.cublaslt import multiply
+from mars.lab.models.products import wide
 
 # Bytes of a chunk of logits on a CPU, where it should not push everything else out of the caches.
 # On a GPU it is a share of the memory, 2 GB of an H200: each chunk reads and writes the gradient of
@@ -83,7 +84,7 @@ def _compute(
         d_logits_CV = _rows(logits_CV, targets_N[part], losses_N[part], ignore_index, grads)
         if grads:
             torch.mm(d_logits_CV, used_VD, out=d_hidden[part])
-            accumulate(d_weight_VD, d_logits_CV.T, hidden_CD, first=first == 0)
+            multiply(d_weight_VD, d_logits_CV.T, hidden_CD, add=first > 0)
     inverse = 1 / (targets_N != ignore_index).sum().to(exact)
     return losses_N.sum() * inverse, inverse, d_hidden, d_weight_VD
 

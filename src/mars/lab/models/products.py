@@ -18,12 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mars.lab.models.cublaslt import gelu_gradient, gelu_product
+from mars.lab.models.cublaslt import WRITES_FLOAT32, gelu_gradient, gelu_product, multiply
 
 ops: Any = torch.ops.mars_lab
-
-# Can a 16-bit product be written in float32? (torch 2.8 and later, CUDA)
-WRITES_FLOAT32 = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 def linear(x: Tensor, layer: nn.Linear) -> Tensor:
@@ -75,18 +72,6 @@ def product_dtype(x: Tensor) -> torch.dtype | None:
     return dtype if dtype in (torch.bfloat16, torch.float16) else None
 
 
-def accumulate(out: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """out = a·b, or out += a·b if not first, where out may be wider than a and b."""
-    beta = 0 if first else 1
-    if a.dtype == out.dtype:
-        torch.addmm(out, a, b, beta=beta, out=out)
-    elif a.is_cuda and WRITES_FLOAT32:
-        torch.addmm(out, a, b, beta=beta, out_dtype=out.dtype, out=out)
-    else:
-        product = a.to(out.dtype) @ b.to(out.dtype)
-        out.copy_(product) if first else out.add_(product)
-
-
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -94,7 +79,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def _weight_gradient(dy_NO: Tensor, x_NI: Tensor) -> Tensor:
     d_weight_OI = dy_NO.new_empty(dy_NO.shape[1], x_NI.shape[1], dtype=wide(dy_NO.dtype))
-    accumulate(d_weight_OI, dy_NO.T, x_NI, first=True)
+    multiply(d_weight_OI, dy_NO.T, x_NI)
     return d_weight_OI
 
 
@@ -172,8 +157,8 @@ def _heads_gradients(
     with torch.autocast(x.device.type, enabled=False):
         parts = zip((dq, dk, dv), half.chunk(3), dw.chunk(3), strict=True)
         for i, (dy, own, d_own) in enumerate(parts):
-            accumulate(dx, dy, own, first=i == 0)
-            accumulate(d_own, dy.T, x, first=True)
+            multiply(dx, dy, own, add=i > 0)
+            multiply(d_own, dy.T, x)
     return dx, dw
 
 
