@@ -80,10 +80,11 @@ def _compute(
     for first in range(0, rows, size):
         part = slice(first, first + size)
         hidden_CD = hidden_ND[part]
-        logits_CV = torch.mm(hidden_CD, used_VD.T, out=buffer_CV[: len(hidden_CD)])
+        logits_CV = buffer_CV[: len(hidden_CD)]
+        multiply(logits_CV, hidden_CD, used_VD.T)
         d_logits_CV = _rows(logits_CV, targets_N[part], losses_N[part], ignore_index, grads)
         if grads:
-            torch.mm(d_logits_CV, used_VD, out=d_hidden[part])
+            multiply(d_hidden[part], d_logits_CV, used_VD)
             multiply(d_weight_VD, d_logits_CV.T, hidden_CD, add=first > 0)
     inverse = 1 / (targets_N != ignore_index).sum().to(exact)
     return losses_N.sum() * inverse, inverse, d_hidden, d_weight_VD

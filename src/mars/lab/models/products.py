@@ -77,6 +77,12 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    out = a.new_empty(len(a), b.shape[1])
+    multiply(out, a, b)
+    return out
+
+
 def _weight_gradient(dy_NO: Tensor, x_NI: Tensor) -> Tensor:
     d_weight_OI = dy_NO.new_empty(dy_NO.shape[1], x_NI.shape[1], dtype=wide(dy_NO.dtype))
     multiply(d_weight_OI, dy_NO.T, x_NI)
@@ -92,7 +98,7 @@ def _weight_gradient(dy_NO: Tensor, x_NI: Tensor) -> Tensor:
 )
 def _linear(x: Tensor, weight: Tensor, half: Tensor) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x, half)
+        return _product(x, half.T)
 
 
 @_linear.register_fake
@@ -107,7 +113,7 @@ def _(x: Tensor, weight: Tensor, half: Tensor) -> Tensor:
 )
 def _linear_gradients(dy: Tensor, x: Tensor, half: Tensor) -> tuple[Tensor, Tensor]:
     with torch.autocast(x.device.type, enabled=False):
-        return dy @ half, _weight_gradient(dy, x)
+        return _product(dy, half), _weight_gradient(dy, x)
 
 
 @_linear_gradients.register_fake
@@ -136,8 +142,7 @@ class Heads(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, half: Tensor) -> tuple[Tensor, ...]:
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(x, half)
-        with torch.autocast(x.device.type, enabled=False):
-            return tuple(F.linear(x, half).chunk(3, dim=1))
+        return tuple(ops.linear(x, weight, half).chunk(3, dim=1))
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -178,7 +183,7 @@ def _gelu_mlp(
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.autocast(x.device.type, enabled=False):
         h_NF, g_NF = gelu_product(x, up_half)
-        return F.linear(g_NF, down_half), h_NF, g_NF
+        return _product(g_NF, down_half.T), h_NF, g_NF
 
 
 @_gelu_mlp.register_fake
@@ -201,7 +206,7 @@ def _gelu_mlp_gradients(
     with torch.autocast(x.device.type, enabled=False):
         d_down = _weight_gradient(dy, g)
         dh_NF = gelu_gradient(dy, down_half, h)
-        return dh_NF @ up_half, _weight_gradient(dh_NF, x), d_down
+        return _product(dh_NF, up_half), _weight_gradient(dh_NF, x), d_down
 
 
 @_gelu_mlp_gradients.register_fake
