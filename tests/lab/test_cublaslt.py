@@ -201,7 +201,7 @@ def test_only_algorithms_of_the_same_bits_are_timed(
 
     monkeypatch.setattr(cublaslt, "_milliseconds", milliseconds)
     monkeypatch.setattr(cublaslt, "_by_torch", by_float32)
-    out, a, b = routes(24, 16, 8)["forward"]
+    out, a, b = routes(64, 64, 128)["forward"]
     tensors = (out, a, b) if epilogue == PLAIN else (out, a, b, out.clone())
     state = torch.get_rng_state()
     plan = cublaslt._choice(epilogue, False, CPU, *kinds(*tensors))
@@ -215,7 +215,7 @@ def by_float32(add: bool, out: Tensor, a: Tensor, b: Tensor) -> None:
     out.copy_((b.T.float() @ a.T.float()).T + float(add) * out.float())
 
 
-@pytest.mark.parametrize("what", ["no library", "no memory", "a graph", "other bits"])
+@pytest.mark.parametrize("what", ["no library", "no memory", "a graph", "odd sizes", "other bits"])
 def test_torch_multiplies_where_nothing_can_be_gained(
     library: Library, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -228,12 +228,12 @@ def test_torch_multiplies_where_nothing_can_be_gained(
         monkeypatch.setattr(cublaslt, "_times", fails)
     if what == "a graph":
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    if what in ("a graph", "odd sizes"):
         monkeypatch.setattr(cublaslt, "_times", None)
-        monkeypatch.setattr(cublaslt, "_milliseconds", None)
     if what == "other bits":
         monkeypatch.setattr(cublaslt, "_by_torch", lambda add, out, a, b: out.zero_())
         monkeypatch.setattr(cublaslt, "_milliseconds", lambda calls: [300.0] * len(calls))
-    out, a, b = routes(24, 16, 8)["forward"]
+    out, a, b = routes(24 if what == "odd sizes" else 64, 64, 128)["forward"]
     assert cublaslt._choice(PLAIN, False, CPU, *kinds(out, a, b)) is None
     fused = cublaslt._choice(GELU_AUX, False, CPU, *kinds(out, a, b, out))
     assert algorithm(fused) == (None if what == "no library" else "first")

@@ -35,6 +35,7 @@ WRITES_FLOAT32 = "dtype_out" in torch.ops.aten.addmm.overloads()
 WORKSPACE = 32 << 20  # bytes; what NVIDIA advises for Hopper
 ALIGNMENT = 256  # bytes; what the library takes for granted when it proposes
 SMALLEST = 1 << 33  # multiplications; 25 us of an H200: less has little to gain, and the host waits
+REGULAR = 64  # sizes in multiples of it are tried: batches of training have them
 GAIN = 0.03  # by which another must be faster
 CHOICES = 8  # algorithms to ask for
 
@@ -160,7 +161,7 @@ def _plan(epilogue: int, add: bool, *tensors: Tensor) -> Plan | None:
 def _choice(epilogue: int, add: bool, device: torch.device, *kinds: Kind) -> Plan | None:
     """The fastest of torch's own and those of its bits; of an epilogue, of the library's first."""
     own = [None] if epilogue == PLAIN else []
-    timed = not torch.cuda.is_current_stream_capturing()
+    timed = regular(*kinds) and not torch.cuda.is_current_stream_capturing()
     if not suitable(*kinds) or (own and not timed):
         return None
     try:
@@ -182,6 +183,17 @@ def suitable(out: Kind, a: Kind, b: Kind, *aux: Kind) -> bool:
     row_major = all(strides[1] == 1 for _, _, strides in (out, *aux))
     fits = all(_fits(shape, strides) for _, shape, strides in (out, a, b, *aux))
     return half in HALVES and dtypes and row_major and fits
+
+
+def regular(*kinds: Kind) -> bool:
+    """Is it worth a trial? Batches of texts of any length come once, and a trial takes 70 products.
+
+    >>> regular((torch.float32, (32768, 768), (768, 1)))
+    True
+    >>> regular((torch.float32, (655 * 100, 768), (768, 1)))
+    False
+    """
+    return not any(n % REGULAR for _, shape, _ in kinds for n in shape)
 
 
 def _fits(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
