@@ -1,4 +1,4 @@
-"""Products of 16-bit matrices by cuBLASLt, through ctypes: what torch has no operator for, or slow.
+"""Products of 16-bit matrices by cuBLASLt and ctypes: where torch has no operator, or a slow one.
 
 With GELU, or its derivative, in the epilogue of a product the activations of a GPT's MLP, the
 largest tensors of a step but for the logits, are written once instead of written, read and written.
@@ -34,7 +34,7 @@ WRITES_FLOAT32 = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 WORKSPACE = 32 << 20  # bytes; what NVIDIA advises for Hopper
 ALIGNMENT = 256  # bytes; what the library takes for granted when it proposes
-SMALLEST = 1 << 33  # multiplications; 25 us of an H200: less has little to gain, and the host waits
+SMALLEST = 1 << 33  # multiplications, 25 us of an H200: with less the host would lose the gain
 REGULAR = 64  # sizes in multiples of it are tried: batches of training have them
 GAIN = 0.03  # by which another must be faster
 CHOICES = 8  # algorithms to ask for
