@@ -141,6 +141,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     monkeypatch.setattr(cublaslt, "_handle", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cublaslt, "MANY", 64 * 128)
     cublaslt._choice.cache_clear()
     yield fake
     cublaslt._choice.cache_clear()
@@ -218,7 +219,9 @@ def by_float32(add: bool, out: Tensor, a: Tensor, b: Tensor) -> None:
     out.copy_(product + out.float() if add else product)
 
 
-@pytest.mark.parametrize("what", ["no library", "no memory", "a graph", "odd sizes", "other bits"])
+@pytest.mark.parametrize(
+    "what", ["no library", "no memory", "a graph", "odd sizes", "few results", "other bits"]
+)
 def test_torch_multiplies_where_nothing_can_be_gained(
     library: Library, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -231,12 +234,14 @@ def test_torch_multiplies_where_nothing_can_be_gained(
         monkeypatch.setattr(cublaslt, "_times", fails)
     if what == "a graph":
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    if what in ("a graph", "odd sizes"):
+    if what == "few results":
+        monkeypatch.setattr(cublaslt, "MANY", 1 + 64 * 128)
+    if what in ("a graph", "odd sizes", "few results"):
         monkeypatch.setattr(cublaslt, "_times", None)
     if what == "other bits":
         monkeypatch.setattr(cublaslt, "_by_torch", lambda add, out, a, b: out.zero_())
         monkeypatch.setattr(cublaslt, "_milliseconds", lambda calls: [300.0] * len(calls))
-    out, a, b = routes(24 if what == "odd sizes" else 64, 64, 128)["forward"]
+    out, a, b = routes(72 if what == "odd sizes" else 64, 64, 128)["forward"]
     assert cublaslt._choice(PLAIN, False, CPU, *kinds(out, a, b)) is None
     fused = cublaslt._choice(GELU_AUX, False, CPU, *kinds(out, a, b, out))
     assert algorithm(fused) == (None if what == "no library" else "first")
@@ -321,7 +326,7 @@ def test_gelu_in_the_epilogue(dtype: torch.dtype) -> None:
 def test_bits_are_torchs_on_a_gpu(monkeypatch: pytest.MonkeyPatch, route: str, add: bool) -> None:
     """Of what is chosen, and of all that could have been."""
     monkeypatch.setattr(cublaslt, "SMALLEST", 0)
-    out, a, b = routes(2048, 768, 512, device="cuda")[route]
+    out, a, b = routes(4096, 768, 512, device="cuda")[route]
     start = out.clone()
     cublaslt._run(None, add, out, a, b)
     want = out.clone()
@@ -339,7 +344,7 @@ def test_bits_are_torchs_on_a_gpu(monkeypatch: pytest.MonkeyPatch, route: str, a
 
 @cuda
 def test_layers_and_loss_have_torchs_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    n, d = 2048, 256
+    n, d = 8192, 256
     x, *dy = (numbers(n, d, device="cuda") for _ in range(4))
     w3, up, down, head = (
         numbers(*s, device="cuda") / 16 for s in ((3 * d, d), (4 * d, d), (d, 4 * d), (4096, d))

@@ -36,6 +36,7 @@ WORKSPACE = 32 << 20  # bytes; what NVIDIA advises for Hopper
 ALIGNMENT = 256  # bytes; what the library takes for granted when it proposes
 SMALLEST = 1 << 33  # multiplications, 25 us of an H200: with less the host would lose the gain
 REGULAR = 64  # sizes in multiples of it are tried: batches of training have them
+MANY = 1 << 21  # 16-bit results, which no two orders of summation round alike
 GAIN = 0.03  # by which another must be faster
 CHOICES = 8  # algorithms to ask for
 
@@ -188,12 +189,18 @@ def suitable(out: Kind, a: Kind, b: Kind, *aux: Kind) -> bool:
 def regular(*kinds: Kind) -> bool:
     """Is it worth a trial? Batches of texts of any length come once, and a trial takes 70 products.
 
-    >>> regular((torch.float32, (32768, 768), (768, 1)))
+    Nor if few results, rounded to 16 bits, could be the same by chance.
+
+    >>> regular((torch.bfloat16, (32768, 768), (768, 1)))
     True
-    >>> regular((torch.float32, (655 * 100, 768), (768, 1)))
+    >>> regular((torch.bfloat16, (655 * 100, 768), (768, 1)))
+    False
+    >>> regular((torch.bfloat16, (768, 768), (768, 1)))
     False
     """
-    return not any(n % REGULAR for _, shape, _ in kinds for n in shape)
+    dtype, shape, _ = kinds[0]
+    certain = dtype == torch.float32 or math.prod(shape) >= MANY
+    return certain and not any(n % REGULAR for _, shape, _ in kinds for n in shape)
 
 
 def _fits(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
