@@ -72,6 +72,20 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     return training.model.state_dict()
 
 
+def test_labels_are_smoothed_in_training_alone(tmp_path: Path) -> None:
+    own = run(tmp_path)
+    model = tasks.of(own.replace(model={"label_smoothing": 0.2})).model(0)
+    x, labels = torch.rand(6, 1, 8, 8), torch.arange(6)
+    with torch.no_grad():
+        log_p = model(x).log_softmax(1)
+        hard = -log_p[range(6), labels].mean()
+        torch.testing.assert_close(model(x, labels), 0.8 * hard - 0.2 * log_p.mean())
+        model.eval()
+        torch.testing.assert_close(
+            model(x, labels), -model(x).log_softmax(1)[range(6), labels].mean()
+        )
+
+
 # Configuration.
 
 
@@ -110,6 +124,8 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
         ),
         "fsdp2 is for GPTs": own.replace(loop={"parallel": "fsdp2"}),
         "data.pad must be 0 or above": own.replace(data={"pad": -1}),
+        "model.label_smoothing must be 0 or above": own.replace(model={"label_smoothing": -0.1}),
+        "model.label_smoothing must be below 1": own.replace(model={"label_smoothing": 1.0}),
         "schedule.rise_share": own.replace(schedule={"rise_share": 1.0}),
     }
     for words, wrong in cases.items():

@@ -63,6 +63,8 @@ class ImageModel:
     """vit: width."""
     heads: int = 6
     """vit: attention heads in a block."""
+    label_smoothing: float = 0.0
+    """Share of a target that all classes have in equal parts, in the loss while training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +268,7 @@ _ABOVE_ZERO = {
 _NOT_BELOW_ZERO = {
     "schedule": ["warmup_steps", "min_lr", "decay_share"],
     "optimizer": ["lr", "weight_decay", "lr_1d", "weight_decay_1d"],
-    "model": ["dropout"],
+    "model": ["dropout", "label_smoothing"],
     "data": ["pad"],
 }
 
@@ -330,6 +332,8 @@ def _check_images(run: Run, model: ImageModel) -> None:
         raise LabError(
             f"model.width ({model.width}) must be a multiple of model.heads ({model.heads})"
         )
+    if model.label_smoothing >= 1:
+        raise LabError(f"model.label_smoothing must be below 1, it is {model.label_smoothing}")
     if run.loop.parallel == "fsdp2":
         raise LabError("loop.parallel fsdp2 is for GPTs: image models fit one GPU, use ddp")
 

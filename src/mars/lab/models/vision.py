@@ -4,7 +4,7 @@
 of stride 1 and no max-pool, as in kuangliu's pytorch-cifar. `vit` has timm's names and the mean of
 its tokens in place of a class token. `cnn` is for digits.
 
-Nothing but the usual: no label smoothing, no zero-initialised residual branches, no tricks.
+Nothing but the usual: no zero-initialised residual branches, no tricks.
 Letters in names: B batch, C channels, H × W pixels, T patches, D width, E = D / heads.
 """
 
@@ -39,13 +39,18 @@ def _linear(n_in: int, n_out: int) -> nn.Linear:
 class Classifier(nn.Module):
     """What all of them have: `logits` is each one's own."""
 
+    label_smoothing = 0.0  # of the loss while training
+
     def logits(self, x_BCHW: Tensor) -> Tensor:
         raise NotImplementedError
 
     def forward(self, x_BCHW: Tensor, targets_B: Tensor | None = None) -> Tensor:
         """The mean cross-entropy in float32, if there are targets; else the logits."""
         logits = self.logits(x_BCHW)
-        return logits if targets_B is None else F.cross_entropy(logits.float(), targets_B)
+        if targets_B is None:
+            return logits
+        smoothing = self.label_smoothing if self.training else 0.0
+        return F.cross_entropy(logits.float(), targets_B, label_smoothing=smoothing)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:

@@ -49,11 +49,17 @@ class Vision(Task):
         they are cast at every pass anyhow, and optimizers read them as they lie, fused MARS too.
         """
         c = self.config
+        model: Classifier
         if c.arch == "resnet18":
-            return resnet18(c.classes, c.channels, seed=seed)
-        if c.arch == "vit":
-            return vit(c.classes, c.channels, c.size, c.patch, c.depth, c.width, c.heads, seed=seed)
-        return cnn(c.classes, c.channels, c.size, seed=seed)
+            model = resnet18(c.classes, c.channels, seed=seed)
+        elif c.arch == "vit":
+            model = vit(
+                c.classes, c.channels, c.size, c.patch, c.depth, c.width, c.heads, seed=seed
+            )
+        else:
+            model = cnn(c.classes, c.channels, c.size, seed=seed)
+        model.label_smoothing = c.label_smoothing
+        return model
 
     @cached_property
     def _shadow(self) -> Classifier:
