@@ -263,7 +263,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", help="candidates whose name has one of these words")
     parser.add_argument("--wide-residual", action="store_true", help="float32 residual in ours")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
-    parser.add_argument("--graphs", action="store_true", help="ours as with --loop.graphs True")
+    parser.add_argument(
+        "--graphs",
+        action="store_true",
+        help="ours as with --loop.graphs True, which short passes have by default",
+    )
     parser.add_argument("--out", type=Path, help="JSON")
     args = parser.parse_args()
     args.autocast = args.device.startswith("cuda")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from miniature import run
 
-from mars.lab import hardware
+from mars.lab import hardware, loop, recipes
 from mars.lab.config import Run
 from mars.lab.errors import LabError
 from mars.lab.train import prepare, train
@@ -17,20 +17,31 @@ from mars.lab.train import prepare, train
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def config(out: Path, optimizer: str, **loop: Any) -> Run:
+def config(out: Path, optimizer: str, dropout: float = 0.0, **loop: Any) -> Run:
     """Large enough that what is compiled is more than a few numbers."""
     loop = {"device": "cuda", "steps": 9, "batch_size": 6, "graphs": True, **loop}
     made = run(out, optimizer, deterministic=True, **loop)
-    return made.replace(model={"n_layer": 2, "n_embd": 64, "block_size": 32})
+    return made.replace(model={"n_layer": 2, "n_embd": 64, "block_size": 32, "dropout": dropout})
 
 
-def weights(made: Run, steps: int) -> tuple[torch.Tensor, Any]:
+def state(made: Run, steps: int) -> tuple[dict[str, torch.Tensor], Any]:
+    """Parameters and buffers after some steps."""
     with hardware.deterministic(True):
         training = prepare(made)
         for _ in range(steps):
             training.advance()
-    flat = torch.cat([p.detach().flatten().cpu() for p in training.model.parameters()])
-    return flat, training
+    return training.model.state_dict(), training
+
+
+def same_with_and_without(made: Run, recorded: set[bool]) -> None:
+    with_, training = state(made, 9)
+    assert set(training.graphs.recorded) == recorded
+    without, plain = state(made.replace(loop={"graphs": False}), 9)
+    assert plain.graphs is None
+    assert with_.keys() == without.keys()
+    assert all(torch.equal(with_[name], without[name]) for name in with_)
+    assert float(training.window) == float(plain.window)
+    assert training.validate() == plain.validate()
 
 
 @needs_gpu
@@ -38,13 +49,33 @@ def weights(made: Run, steps: int) -> tuple[torch.Tensor, Any]:
 @pytest.mark.parametrize("optimizer", ["adamw", "mars-adamw", "mars-m", "muon"])
 def test_the_same_bits_with_and_without(tmp_path: Path, optimizer: str, micro: int) -> None:
     made = config(tmp_path, optimizer, micro_batch_size=micro)
-    with_, training = weights(made, 9)
-    assert set(training.graphs.recorded) == ({True} if micro == 6 else {True, False})
-    without, plain = weights(made.replace(loop={"graphs": False}), 9)
-    assert plain.graphs is None
-    assert torch.equal(with_, without)
-    assert float(training.window) == float(plain.window)
-    assert training.validate() == plain.validate()
+    same_with_and_without(made, {True} if micro == 6 else {True, False})
+
+
+@needs_gpu
+def test_dropout_is_drawn_anew_in_every_replay(tmp_path: Path) -> None:
+    same_with_and_without(config(tmp_path, "mars-adamw", dropout=0.1), {True})
+
+
+@needs_gpu
+@pytest.mark.parametrize("optimizer", ["adamw", "mars-adamw", "muon"])
+def test_images_have_the_same_bits_too(tmp_path: Path, optimizer: str) -> None:
+    made = recipes.make("digits-cnn", optimizer).replace(
+        loop={"device": "cuda", "deterministic": True, "graphs": True}, keep={"out": str(tmp_path)}
+    )
+    same_with_and_without(made, {True})
+
+
+@needs_gpu
+def test_short_passes_are_recorded_without_being_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = config(tmp_path, "mars-adamw", graphs=None)
+    assert prepare(made).graphs is not None
+    assert prepare(made.replace(optimizer={"exact": True})).graphs is None
+    monkeypatch.setattr(loop, "SHORT_PASS", 0)
+    assert prepare(made).graphs is None
+    assert prepare(made.replace(loop={"graphs": True})).graphs is not None
 
 
 @needs_gpu

@@ -157,9 +157,9 @@ class Loop:
     """Of the forward and backward pass; auto is bf16 on a GPU that has it, fp32 on a CPU."""
     compile: bool | None = None
     """torch.compile the model; by default on a GPU only."""
-    graphs: bool = False
-    """Replay forward and backward as CUDA graphs, for models so small that starting their kernels
-    takes longer than running them; one process, bf16 or fp32, not exact mode."""
+    graphs: bool | None = None
+    """Replay forward and backward as CUDA graphs, so that the host does not start every kernel; by
+    default where passes are short. One process, bf16 or fp32, not exact mode."""
     deterministic: bool = False
     """The same bits from run to run on a GPU too, whose fastest kernels for attention and
     embeddings add in whatever order they come; slower. On a CPU it is so anyway."""

@@ -23,6 +23,10 @@ from mars.lab.parallel import World
 from mars.lab.schedule import factor, remember_peaks, set_rate
 from mars.lab.tasks import Task
 
+# Operations; 0.1 s of an H200. In a longer pass the host is far ahead of the GPU, and gradients
+# that stay where they are would only cost memory.
+SHORT_PASS = 5e13
+
 
 class Training:
     """A run in progress: model, optimizer, task with its data, clock, and where it stands."""
@@ -46,7 +50,7 @@ class Training:
         compile_ = self.device.type == "cuda" if loop.compile is None else loop.compile
         if compile_:
             wrapping.compile_in_place(model, self.world)
-        self.graphs = self._graphs() if loop.graphs else None
+        self.graphs = self._graphs(loop.graphs)
         self.loss_of: Callable[..., Tensor] = model
         self.wrapped: Callable[..., Tensor] = model
         self.step = 0
@@ -61,8 +65,10 @@ class Training:
         """Join the processes' gradients; all of them must call it, once, before the first step."""
         self.loss_of = self.wrapped = wrapping.connect(self.model, self.world)
 
-    def _graphs(self) -> Graphs:
-        """Refused where a pass is not the same kernels at the same addresses every time."""
+    def _graphs(self, wanted: bool | None) -> Graphs | None:
+        """Not where a pass is not the same kernels at the same addresses every time."""
+        if wanted is False:
+            return None
         optimizer = self.run.optimizer
         obstacles = {
             "CUDA graphs need a GPU": self.device.type != "cuda",
@@ -72,9 +78,12 @@ class Training:
             "not with consume_grads, which takes the gradients' memory":
                 self.is_mars and self.optimizer.defaults["consume_grads"],
         }  # fmt: skip
-        for text, holds in obstacles.items():
-            if holds:
-                raise LabError(f"loop.graphs: {text}")
+        reason = next((text for text, holds in obstacles.items() if holds), None)
+        if reason and wanted:
+            raise LabError(f"loop.graphs: {reason}")
+        long = self.task.flops * self.task.per_row * self.micro > SHORT_PASS
+        if reason or (long and not wanted):
+            return None
         return Graphs(self._pass, self.model.parameters())
 
     # One step.
