@@ -105,25 +105,61 @@ def every_rate(summary: Summary) -> str:
 PUBLISHED = {"adamw": 94.81, "muon": 95.08, "mars-adamw": 95.29}  # arXiv 2411.10438, CIFAR-10
 
 
-def accuracies(grid: str, seeds: str) -> str:
-    """Images: the rates of a grid, then the best of them with more epochs and seeds."""
-    tried = {c.optimizer: c for c in race(grid).sensitivity}
+def accuracies(seeds: str, bare: str) -> str:
+    """Images: a race of the short schedule, beside one with next to no decay and hard labels."""
+    before = {e.optimizer: e.accuracy for e in race(bare).ranked}
     rows = []
     for e in race(seeds).ranked:
-        curve, measure = tried[e.optimizer], e.measure
-        found = ", ".join(
-            _bold(f"{units.rate(p.lr)}: {_percent(p.mean)}", p.lr == curve.best)
-            for p in curve.points
-        )
-        gap = measure.shown(e.difference) if e.difference else None
+        gap = e.measure.shown(e.difference) if e.difference else None
         rows.append([
-            e.label, found, _percents(e.accuracy), _percents(e.best_accuracy),
-            _difference(gap, decimals=2), f"{PUBLISHED.get(e.optimizer, '')}",
+            e.label, units.rate(e.lr), f"{_decay(e):g}", _percents(e.accuracy),
+            _percents(e.best_accuracy), _difference(gap, decimals=2),
+            _percents(before[e.optimizer]), f"{PUBLISHED.get(e.optimizer, '')}",
         ])  # fmt: skip
     return table(
-        ["", "rate: accuracy, 12 epochs", "30 epochs", "highest on the way",
-         "to AdamW, points (95 % interval)", "published, 200 epochs"], rows,
+        ["", "rate", "decay", "accuracy", "highest on the way", "to AdamW, points (95 % interval)",
+         "hard labels, no decay to speak of", "published, 200 epochs"], rows,
     )  # fmt: skip
+
+
+def _decay(entry: Entry) -> float:
+    """Of convolutions."""
+    options = entry.runs[0].header["config"]["optimizer"]
+    return float(options["weight_decay_1d"] or options["weight_decay"])
+
+
+def accuracy_rates(grid: str) -> str:
+    """Images: every rate of a grid."""
+    rows = [
+        [
+            optimizers.label(curve.optimizer),
+            ", ".join(
+                _bold(f"{units.rate(p.lr)}: {_percent(p.mean)}", p.lr == curve.best)
+                for p in curve.points
+            ),
+        ]
+        for curve in race(grid).sensitivity
+    ]
+    return table(["", "rate: accuracy"], rows)
+
+
+def decays(folder: str) -> str:
+    """Images: what decay and smoothed labels do, one run each."""
+    found = []
+    for log in (RESULTS / folder).glob("*/log.jsonl"):
+        header, *_, end = map(json.loads, log.read_text().splitlines())
+        options, smoothing = header["config"]["optimizer"], header["config"]["model"]
+        found.append((
+            header["label"], header["lr"], options["weight_decay"], smoothing["label_smoothing"],
+            end["accuracy"],
+        ))  # fmt: skip
+    best = {label: max(row[4] for row in found if row[0] == label) for label, *_ in found}
+    rows = [
+        [label, units.rate(lr), f"{decay:g}", f"{smoothing:g}",
+         _bold(f"{100 * accuracy:.2f}", accuracy == best[label])]
+        for label, lr, decay, smoothing, accuracy in sorted(found)
+    ]  # fmt: skip
+    return table(["", "rate", "decay", "smoothing", "accuracy"], rows)
 
 
 def _percent(error: float | None) -> str:
@@ -330,7 +366,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "lean-state": lean_state,
     "train-speed": train_speed,
     "cost": cost,
-    "cifar10": lambda: accuracies("cifar10-resnet18-grid", "cifar10-resnet18-short"),
+    "cifar10": lambda: accuracies("cifar10-resnet18-short", "cifar10-resnet18-bare"),
+    "cifar10-decay": lambda: decays("cifar10-resnet18-decay"),
+    "cifar10-rates": lambda: accuracy_rates("cifar10-resnet18-grid"),
     "tiny-correction": lambda: arms("tiny-correction"),
     "tiny-clip": lambda: arms("tiny-clip"),
     "tiny-search": lambda: arms("tiny-search"),
