@@ -199,7 +199,8 @@ def test_bytes_of_state_are_those_that_are_held() -> None:
     from mars.lab.optimizers import label
 
     text = (ROOT / "docs/choosing.md").read_text().split("## Does it fit my memory?")[1]
-    options = [{}, {"clip": None}, {"state_dtype": "bfloat16"}, {"state_dtype": "8bit"}]
+    without_h = {"clip": None, "second_moment": "raw"}
+    options = [{}, without_h, {"state_dtype": "bfloat16"}, {"state_dtype": "8bit"}]
     columns = [(torch.float32, o) for o in options]
     columns += [(torch.bfloat16, options[i]) for i in (0, 2, 3)]
     for kind in KINDS:

@@ -27,6 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # of mars-adamw, fused
     "consume_grads": {"consume_grads": True},
     "max_grad_norm": {"max_grad_norm": 1.0},
     "no clip": {"clip": None},
+    "no clip, raw": {"clip": None, "second_moment": "raw"},  # needs no last gradient
     "bfloat16 state": {"state_dtype": "bfloat16"},
     "8-bit state": {"state_dtype": "8bit"},
 }
