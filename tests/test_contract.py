@@ -372,6 +372,61 @@ def test_compiled_by_inductor(kind: str) -> None:
     assert compiled(kind, "inductor") <= 2e-5
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_exact_mode_compiled_by_inductor() -> None:
+    """The closure is evaluated at the parameters before the step, not after it."""
+    torch._dynamo.reset()
+    targets = torch.randn(6, 4, 4)
+    ends = []
+    for compiling in (True, False):
+        p = torch.ones(4, 4, requires_grad=True)
+        optimizer = MARS([p], lr=0.1, is_approx=False, gamma=0.2)
+        number = torch.zeros((), dtype=torch.long)
+
+        def closure(p=p, number=number, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = (p - targets[number]).square().sum()
+            loss.backward()
+            return loss
+
+        step = torch.compile(optimizer.step) if compiling else optimizer.step
+        for i in range(6):
+            number.fill_(i)
+            step(closure)
+        ends += [p.detach(), optimizer.state[p]["last_param"]]
+    torch.testing.assert_close(ends[:2], ends[2:])
+    assert not torch.equal(ends[0], ends[1])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_misuse_of_exact_mode_is_refused_in_a_compiled_step_too() -> None:
+    torch._dynamo.reset()
+    p = torch.ones(4, 4, requires_grad=True)
+    optimizer = MARS([p], is_approx=False)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+
+    def steps() -> None:
+        for _ in range(3):
+            p.grad = torch.randn(4, 4)
+            step()
+
+    with pytest.raises(RuntimeError, match="is_approx=False needs the gradients"):
+        steps()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_grad_norm_is_that_of_the_last_step_compiled_or_not() -> None:
+    torch._dynamo.reset()
+    p = torch.zeros(4, 4, requires_grad=True)
+    optimizer = MARS([p], lr=torch.tensor(1e-2), max_grad_norm=0.5)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    for size, take in ((1.0, step), (100.0, optimizer.step), (2.0, step)):
+        p.grad = torch.full((4, 4), size)
+        take()
+        assert float(optimizer.grad_norm) == pytest.approx(4 * size)
+
+
 def test_state_dict_is_safe_to_load(tmp_path) -> None:
     weight, bias, x = regression()
     for options in ({}, {"is_approx": False}, {"lr": torch.tensor(1e-2)}):

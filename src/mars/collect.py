@@ -101,7 +101,8 @@ def step_batches(optimizer: MARS, batches: list[tuple[Batch, str]]) -> None:
     wide = [(b.widened() if b.lean() else b, name) for b, name in batches]
     norm = clip_gradients((batch for batch, _ in wide), groups, ranks)
     if norm is not None:
-        optimizer._grad_norm = norm
+        assert optimizer._grad_norm is not None
+        optimizer._grad_norm.copy_(norm)
     lengths = clip_lengths(wide, groups, ranks)
     away = [_shared(optimizer, batch) for batch, _ in wide]
     finish = None
@@ -145,7 +146,7 @@ def _jobs(batch: Batch, m: list[Tensor]) -> list[exchange.Job]:
     """Newton–Schulz in 16 bits rounds its result, and MARS-M its input: no more need be sent."""
     wide, short = m[0].dtype, getattr(torch, batch.k.ns.dtype)
     back = short if short.itemsize < wide.itemsize else wide
-    there = back if batch.kind == "mars-m" else wide
+    there = back if batch.kind == "mars-m" and short != torch.float16 else wide
     solve = partial(foreach.orthogonal, batch)
     jobs = []
     for i, part in enumerate(m):

@@ -26,6 +26,7 @@ Group = dict[str, Any]
 logger = logging.getLogger("mars")
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NOT_CONTIGUOUS = "not contiguous"
 NORMS = {"reference": reference.norms, "foreach": foreach.norms}
 
 
@@ -84,7 +85,7 @@ def why_not_fused(group: Group, p: Tensor, ranks: Ranks = ALONE) -> str | None:
     if p.dtype not in FUSED_DTYPES:
         return f"{p.dtype}: it takes float32, bfloat16 and float16"
     if not p.is_contiguous():
-        return "not contiguous"
+        return NOT_CONTIGUOUS
     return None
 
 
@@ -155,7 +156,8 @@ def new_batch(kind: str, group: Group, index: int, x: Tensor, t: Tensor, fused: 
     consume = group["consume_grads"] and state_format(group, "last_grad") == "float32"
     batch = Batch(
         kind, Hyper(0.0, 0.0, 0.0, 0.0, 0.0), index,
-        host_t=not group["capturable"] and t.device.type == "cpu",
+        # As dynamo reads it: `not` of an option breaks the graph of a compiled step (torch 2.15).
+        host_t=False if group["capturable"] else t.device.type == "cpu",
         keep_g=group["is_approx"] and not consume,
         consume=consume,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from mars.state import kind_of, needs_last_grad
 
@@ -104,6 +105,9 @@ def _evaluate_there(
             p.grad = g
 
 
+# What a compiled graph sets on the optimizer is lost, and inductor (2.13) copies x to last_param
+# when it has been stepped already: this stays outside. (torch.optim uses the decorator, too.)
+@_disable_dynamo
 def remember(optimizer: MARS, with_closure: bool) -> None:
     """Before the update: keep x for the next closure, or make the protocol's buffer."""
     corrected = _corrected(optimizer)
@@ -130,6 +134,7 @@ def remember(optimizer: MARS, with_closure: bool) -> None:
             own["previous_grad"] = torch.zeros_like(own["last_grad"])
 
 
+@_disable_dynamo
 def check_protocol(optimizer: MARS, with_closure: bool) -> None:
     """Refuse an exact step whose last gradients are those of the step before."""
     if with_closure or optimizer._h == "fresh" or not _corrected(optimizer):

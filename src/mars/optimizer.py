@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
@@ -16,7 +17,7 @@ from torch.optim.optimizer import (
 
 from mars import exact, state
 from mars.collect import collect, step_batches
-from mars.dispatch import capturing, one_launch, shares_norm, why_not_fused
+from mars.dispatch import NOT_CONTIGUOUS, capturing, one_launch, shares_norm, why_not_fused
 from mars.engines import Batch
 from mars.groups import DEFAULT_LR_1D, resolve, warn_about_decay, warn_about_vectors
 from mars.options import as_float, check_known, check_values, plain_numbers
@@ -165,11 +166,11 @@ class MARS(Optimizer):
         self._observer: Any = getattr(self, "_observer", None)  # see mars.diagnostics
         self._plan: Plan | None = None  # what a fused step leaves for the next
         self._captured: list[Plan] = getattr(self, "_captured", [])  # graphs replay on these
-        self._grad_norm: Tensor | None = None
+        self._grad_norm: Tensor | None = None  # one buffer, that every step writes to
         # Exact mode, see mars.exact: what the last gradients are ("fresh", "used" by a step, or
         # "repeated"), whether previous_grad is new, and whether any state has last_param.
         self._h = "fresh"
-        self._previous_is_new = False
+        self._previous_is_new = any("previous_grad" in self.state.get(p, {}) for p in self._all())
         self._holds_last_param = any("last_param" in self.state.get(p, {}) for p in self._all())
 
     def add_param_group(self, param_group: Group) -> None:
@@ -191,12 +192,21 @@ class MARS(Optimizer):
         added = self.param_groups[-1]
         for p in added["params"] if added["fused"] else ():
             reason = why_not_fused(added, p, self._ranks)
-            if reason is not None and p.is_contiguous():
+            if reason not in (None, NOT_CONTIGUOUS):  # which goes to foreach
                 del self.param_groups[-1]
                 raise RuntimeError(f"`fused=True` is not possible for a parameter: {reason}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_ranks": Ranks(self._ranks.mode)}
+        if self._ranks.group is not None:
+            raise TypeError("a process group cannot be pickled: save optimizer.state_dict()")
+        return {**super().__getstate__(), "_ranks": self._ranks}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MARS:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        parts = copy.deepcopy(super().__getstate__(), memo)
+        made.__setstate__({**parts, "_ranks": self._ranks})
+        return made
 
     def __setstate__(self, state_: dict[str, Any]) -> None:
         super().__setstate__(state_)
@@ -269,7 +279,9 @@ class MARS(Optimizer):
         plan = self._renewed_plan()
         if plan is None:
             self._check_gradients()
-        exact.check_protocol(self, closure is not None)
+        approximate = all(group["is_approx"] for group in self.param_groups)
+        if not approximate:
+            exact.check_protocol(self, closure is not None)
         batches: list[tuple[Batch, str]] = []
         if plan is None or not plan.complete:
             plan, batches = collect(self, plan)
@@ -277,7 +289,8 @@ class MARS(Optimizer):
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if batches and found_inf is not None:
             raise RuntimeError("a GradScaler was told that all is fused, and it is not")
-        exact.remember(self, closure is not None)
+        if not approximate or self._holds_last_param:
+            exact.remember(self, closure is not None)
         if plan is not None:
             plan.run(self, grad_scale, found_inf)
         step_batches(self, batches)
@@ -302,7 +315,7 @@ class MARS(Optimizer):
         """With max_grad_norm: the gradients' norm before the last step's clip, on the device."""
         if self._grad_norm is None or all(g["max_grad_norm"] is None for g in self.param_groups):
             return None
-        return self._grad_norm.to(torch.float32, copy=True)  # the next step writes it again
+        return self._grad_norm.clone()  # the next step writes it again
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -364,20 +377,23 @@ class MARS(Optimizer):
         for p in group["params"]:
             if p.grad is None:
                 continue
+            if group["max_grad_norm"] is not None and self._grad_norm is None:
+                self._grad_norm = torch.zeros((), dtype=torch.float32, device=p.device)
             sharded = is_sharded(p)
             kind = state.kind_of(p, group)
-            own = self.state[p]
+            own = self.state.get(p, {})
             if (kind, p.dtype) not in needed:
                 needed[kind, p.dtype] = state.buffers(kind, p, group)
             names = needed[kind, p.dtype]
             fuse = may_fuse and self._is_fused(group, p)
             if "last_grad" not in names:
-                own.pop("last_grad", None)  # nobody would keep it up to date
+                state.drop_last_grad(own, kind, group)
             elif "step" in own and "last_grad" not in own:
-                state.start_last_grad(own, p, names)  # needed from now on: c = g this once
+                state.start_last_grad(own, p, names, group)  # needed from now on: c = g this once
             if "step" not in own:
                 own["step"] = self._new_step(p, group, fused=fuse)
             state.complete(own, p, names)
+            self.state[p] = own  # whole, or not at all
             if fuse:
                 state.straighten(own, p)
             g = gradient(p, group) if sharded else p.grad

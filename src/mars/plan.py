@@ -72,7 +72,7 @@ class Plan:
         self.launches: list[tuple[Launch, list[Batch]]] = []
         for group in alike.values():
             parts = [group] if len(forms(group)) == 1 else [[b] for b in group]
-            self.launches += [(Launch(part), part) for part in parts]
+            self.launches += [(Launch(part, optimizer._grad_norm), part) for part in parts]
 
     def _buffers(self) -> list[Tensor]:
         return list(chain.from_iterable(map(dict.values, self.own)))
@@ -125,11 +125,11 @@ class Plan:
         known = versions == self.versions and self.repeats and not graph
         for launch, own in self.launches:
             launch.run(own, *self._addresses(own), known, grad_scale, found_inf, graph)
-            if launch.normed:
-                optimizer._grad_norm = launch.norm
         # Kernels write behind autograd's back; a graph that saved a parameter must notice.
         increment_version(self.params)
         self.versions = versions
+        for batch in self.batches if not graph else ():
+            batch.g = []  # else they would outlive zero_grad, beside those of the next pass
 
     def consume(self, optimizer: MARS, copied: bool) -> None:
         """Let gradients become last gradients, where the group says so."""

@@ -129,7 +129,8 @@ def forms(batches: Sequence[Batch]) -> set[tuple[int, ...]]:
 class Launch:
     """Everything about the launches for some batches that stays the same from step to step."""
 
-    def __init__(self, batches: Sequence[Batch]) -> None:
+    def __init__(self, batches: Sequence[Batch], norm: Tensor | None = None) -> None:
+        """``norm``: where to write the norm of all gradients, if it is asked for."""
         self.device, self.dtype = batches[0].x[0].device, batches[0].x[0].dtype
         (self.forms,) = forms(batches)
         # By how much rounding can lengthen a stored last gradient.
@@ -161,11 +162,12 @@ class Launch:
         self.work = schedule(sizes, flags, self.together, self.normed).to(self.device)
         counters = at.CONTROL.value + at.COUNTERS.value * self.n
         self.counters = torch.zeros(counters, dtype=torch.int32, device=self.device)
-        self.figures = torch.ones(self.n, at.FIGURES.value, device=self.device)
-        self.sums = [torch.empty(total, device=self.device) for total in totals]
-        self.norm = torch.zeros((), device=self.device)
-        self.one = torch.ones((), device=self.device)
-        self.zero = torch.zeros((), device=self.device)
+        wide: Any = {"dtype": torch.float32, "device": self.device}  # whatever the default is
+        self.figures = torch.ones(self.n, at.FIGURES.value, **wide)
+        self.sums = [torch.empty(total, **wide) for total in totals]
+        given = norm is not None and self.normed
+        self.norm = norm if given else torch.zeros((), **wide)
+        self.one, self.zero = torch.ones((), **wide), torch.zeros((), **wide)
         self.gradients = Slots(2 * self.n, torch.int64, self.device)
         self.hypers = Slots(at.HYPERS.value * len(batches), torch.float64, self.device)
         self.addresses = Slots(2 * len(batches), torch.int64, self.device)
