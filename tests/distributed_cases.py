@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -356,6 +357,37 @@ def plan() -> str:
 
     model = spread(make_model(), "fsdp", dist.get_world_size())
     return mars.explain(MARS(model.parameters(), mars_type="mars-m"))
+
+
+def begin_anew(store: str) -> float:
+    """A step, then all processes leave and meet again, and the same step; how far they differ."""
+    ends = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        values = torch.randn(6, 4), torch.randn(6, 4)
+        over = mesh(dist.get_world_size())
+        p, p_grad = (distribute_tensor(value, over, [Shard(0)]) for value in values)
+        p = p.requires_grad_()
+        p.grad = p_grad
+        MARS([p], mars_type="mars-m").step()
+        ends.append(full(p).detach())
+        rank, world = dist.get_rank(), dist.get_world_size()
+        dist.destroy_process_group()
+        name = f"file://{store}-{len(ends)}"
+        dist.init_process_group("gloo", init_method=name, rank=rank, world_size=world)
+        mesh.cache_clear()
+    return float((ends[0] - ends[1]).abs().max())
+
+
+def copied_group() -> bool:
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    p = torch.zeros(3, 3, requires_grad=True)
+    optimizer = MARS([p], ranks="replicate", process_group=group)
+    try:
+        pickle.dumps(optimizer)
+    except TypeError:
+        return copy.deepcopy(optimizer)._ranks.group is group
+    return False
 
 
 def consumed(strategy: str) -> bool:

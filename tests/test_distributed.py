@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -212,6 +213,14 @@ def test_the_plan_is_printed(two: Ranks) -> None:
     assert first == second
     assert "Newton–Schulz of 4 matrices over 2 ranks" in first
     assert "mars-m             4  foreach" in first
+
+
+def test_processes_may_part_and_meet_again(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(CASES, "begin_anew", str(tmp_path / "store")) == [0.0, 0.0]
+
+
+def test_a_copy_has_the_process_group_and_a_pickle_is_refused(two: Ranks) -> None:
+    assert two.run(CASES, "copied_group") == [True, True]
 
 
 def test_ranks_is_checked() -> None:

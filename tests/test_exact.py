@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -428,3 +429,28 @@ def test_notes_of_others_in_the_state_are_left_alone() -> None:
     for batch in batches:
         step_with(optimizer, model, batch)
     assert optimizer.state["note"] is True
+
+
+def test_a_resume_between_the_protocols_calls_is_no_misuse(caplog) -> None:
+    targets = torch.randn(6, 4, 4)
+
+    def gradient(p, i: int) -> torch.Tensor:
+        return p.detach() - targets[i]
+
+    p = torch.zeros(4, 4, requires_grad=True)
+    optimizer = MARS([p], is_approx=False)
+    for i in range(3):
+        g = gradient(p, i)
+        p.grad = gradient(p, i + 1)
+        optimizer.update_previous_grad()
+        if i == 2:
+            q = p.detach().clone().requires_grad_()
+            resumed = MARS([q], is_approx=False)
+            resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            p, optimizer = q, resumed
+        p.grad = g
+        optimizer.step()
+        optimizer.update_last_grad()
+    p.grad = gradient(p, 3)
+    optimizer.step()
+    assert not caplog.text

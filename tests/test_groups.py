@@ -148,6 +148,29 @@ def test_tied_weights_go_where_the_embedding_goes() -> None:
     assert sum(p is model.wte.weight for g in groups for _, p in g["params"]) == 1
 
 
+def test_norms_and_biases_beside_an_embedding_are_vectors() -> None:
+    """As BERT and vision transformers name them."""
+    model = nn.Module()
+    model.embeddings = nn.ModuleDict({"words": nn.Embedding(9, 4), "LayerNorm": nn.LayerNorm(4)})
+    model.patch_embed = nn.Linear(4, 4)
+    groups = mars.param_groups(model, vectors="no-decay")
+    (vectors,) = (names(group) for group in groups if group["name"] == "vectors")
+    assert vectors == {
+        "embeddings.LayerNorm.weight", "embeddings.LayerNorm.bias", "patch_embed.bias"
+    }  # fmt: skip
+
+
+def test_parameters_without_a_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match="weight has no shape yet"):
+        mars.param_groups(nn.LazyLinear(4), mars_type="mars-m")
+
+
+def test_a_rate_of_zero_that_others_are_measured_by_is_said(caplog) -> None:
+    b = nn.Parameter(torch.zeros(3))
+    mars.MARS([b], lr=0.0, lr_1d=1e-3)
+    assert "lr_1d=0.001 is kept as a ratio to lr, which is 0" in caplog.text
+
+
 def test_named_pairs_instead_of_a_module() -> None:
     groups = by_name(mars.param_groups(Gpt().named_parameters(), mars_type="mars-m"))
     assert groups["wte.weight"]["mars_type"] == "plain-adamw"

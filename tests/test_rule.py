@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from choice import choose
 from mars import MARS
 from mars.engines import ENGINES
 from mars.rule import KINDS, Hyper, update
@@ -50,6 +51,39 @@ def test_two_steps_by_hand() -> None:
     optimizer.step()
     u = (0.575 / 0.75) / math.sqrt(0.266875 / 0.4375)
     assert x.item() == pytest.approx(0.89 - 0.1 * (u + 0.089), abs=1e-14)
+
+
+@pytest.mark.parametrize("clip", ["tensor", None])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_lion_that_met_a_nan_shows_it(engine: str, clip: str | None) -> None:
+    """The sign of a NaN is 0: parameters would stand still for ever, and look sound."""
+    xs = [torch.ones(3, 3)]
+    gradients = [[torch.ones(3, 3)] for _ in range(4)]
+    gradients[1][0][0, 0] = math.nan
+    options = {"mars_type": "mars-lion", "clip": clip, **choose(engine)}
+    (x,) = run(lambda params: MARS(params, **options), xs, gradients)
+    assert x[0, 0].isnan()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("size", [1e-3, 1e-1, 1e6])
+@pytest.mark.parametrize("kind", ["mars-m", "mars-shampoo"])
+def test_newton_schulz_in_float16_does_not_care_for_the_size(
+    kind: str, size: float, engine: str
+) -> None:
+    g = torch.randn(256, 256)
+    gradients = [[g * size / g.norm()]]
+    options = {"mars_type": kind, "lr": 1.0, "weight_decay": 0.0, "clip": None, **choose(engine)}
+    ends = [
+        run(
+            lambda params, d=d: MARS(params, ns_dtype=d, **options),
+            [torch.zeros(256, 256)],
+            gradients,
+        )
+        for d in ("float16", "float32")
+    ]
+    (half,), (single,) = ends
+    assert (half - single).norm() < 0.02 * single.norm()
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -288,11 +288,61 @@ def test_a_last_gradient_is_never_an_old_one() -> None:
     optimizer.step()
     assert "last_grad" not in optimizer.state[p]
     group["clip"] = "tensor"
-    before = optimizer.state[p]["exp_avg"].clone()
+    m = optimizer.state[p]["exp_avg"].clone()
     p.grad = 0.1 * torch.randn(4, 3)
+    m += 0.5 * p.grad  # the state has held m − γ·g
     optimizer.step()
-    torch.testing.assert_close(optimizer.state[p]["exp_avg"], 0.95 * before + 0.05 * p.grad)
+    torch.testing.assert_close(optimizer.state[p]["exp_avg"], 0.95 * m + 0.05 * p.grad)
     assert torch.equal(optimizer.state[p]["last_grad"], p.grad)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("kind", ["mars-lion", "mars-m"])
+def test_a_clip_that_does_nothing_may_go(kind: str, maximize: bool) -> None:
+    """Without it the state means something else, and the trajectory stays what it was."""
+    ends = []
+    for clips in (["tensor"] * 6, ["tensor"] * 3 + [None] * 3):
+        torch.manual_seed(0)
+        p = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+        options = {"ns_dtype": "float64", "lr": 0.1, "gamma": 0.3, "maximize": maximize}
+        optimizer = MARS([p], mars_type=kind, **options)
+        for clip in clips:
+            optimizer.param_groups[0]["clip"] = clip
+            p.grad = 0.01 * torch.randn(4, 3, dtype=torch.float64)
+            optimizer.step()
+        ends.append(p.detach())
+    torch.testing.assert_close(*ends)
+
+
+def test_a_refused_step_leaves_no_state() -> None:
+    p = torch.zeros(3, dtype=torch.complex64, requires_grad=True)
+    optimizer = MARS([p], state_dtype="bfloat16")
+    p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match="cannot be kept in fewer bits"):
+        optimizer.step()
+    assert not optimizer.state.get(p)
+    MARS([p], state_dtype="bfloat16").load_state_dict(optimizer.state_dict())
+
+
+def test_gradients_of_another_dtype_are_consumed_by_copy() -> None:
+    p = torch.zeros(4, 4, dtype=torch.bfloat16, requires_grad=True)
+    if not hasattr(p, "grad_dtype"):
+        pytest.skip("this torch has no grad_dtype")
+    p.grad_dtype = torch.float32
+    optimizer = MARS([p], consume_grads=True)
+    for _ in range(3):
+        p.grad = torch.ones(4, 4)
+        optimizer.step()
+    assert optimizer.state[p]["last_grad"].dtype == torch.bfloat16
+
+
+def test_a_previous_gradient_of_another_shape_is_refused() -> None:
+    p, q = (torch.zeros(*shape, requires_grad=True) for shape in ((4, 4), (5, 3)))
+    optimizer = MARS([p], is_approx=False)
+    p.grad = torch.ones(4, 4)
+    optimizer.update_previous_grad()
+    with pytest.raises(ValueError, match="previous_grad"):
+        MARS([q], is_approx=False).load_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.parametrize(

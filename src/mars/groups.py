@@ -43,15 +43,19 @@ DEFAULT_LR_1D = 3e-3
 
 def warn_about_vectors(groups: Iterable[dict[str, Any]], lr: float, lr_1d: float) -> None:
     """A small lr beside the default lr_1d is a trap: most people mean both."""
-    if lr_1d != DEFAULT_LR_1D or not SMALLEST_BASE_LR < lr < lr_1d / 20:
-        return
     vectors = sum(
         kind_of(p, group) != group["mars_type"] and not group["optimize_1d"]
         for group in groups
         for p in group["params"]
         if group["lr_1d"] == lr_1d
     )
-    if vectors:
+    if vectors and lr <= SMALLEST_BASE_LR:
+        logger.warning(
+            "lr_1d=%g is kept as a ratio to lr, which is %g: %d tensors that are no matrices will "
+            "be trained at whatever lr becomes. Begin with the lr that a scheduler shall scale",
+            lr_1d, lr, vectors,
+        )  # fmt: skip
+    elif vectors and lr_1d == DEFAULT_LR_1D and lr < lr_1d / 20:
         logger.warning(
             "lr=%g is for matrices. %d tensors that are none (biases, norms, convolutions) are "
             "trained by AdamW at lr_1d=%g, %.0f times more: set lr_1d, or use MARS.from_adamw",
@@ -232,7 +236,7 @@ def _role(
         if re.search(pattern, name) if isinstance(pattern, str) else pattern(name, p):
             return i
     shape = {"mars_type": "mars-adamw", "matrix_rule": matrix_rule, "optimize_1d": False}
-    if p in tables or _EMBEDDING.search(name):
+    if p in tables or (p.ndim >= 2 and _EMBEDDING.search(name)):
         return "embeddings"
     if kind_of(p, shape) != "mars-adamw":
         return "vectors"
@@ -288,6 +292,8 @@ def _named_parameters(model: object) -> list[tuple[str, Tensor]]:
                 "param_groups takes a module or (name, parameter) pairs, such as "
                 f"model.named_parameters(); it got {type(pair).__name__}"
             )
+        if isinstance(pair[1], nn.parameter.UninitializedParameter):
+            raise ValueError(f"{pair[0]} has no shape yet: run a forward pass before param_groups")
     if not pairs:
         raise ValueError("param_groups got no parameters (an exhausted generator?)")
     return pairs

@@ -34,7 +34,7 @@ class Layout(NamedTuple):
     @property
     def groups(self) -> tuple[ProcessGroup, ...]:
         """The processes that hold the other parts, one group a dimension of the mesh."""
-        return _groups(self.mesh, self.cut)
+        return tuple(self.mesh.get_group(dim) for dim in self.cut)
 
     @property
     def dim(self) -> int | None:
@@ -51,11 +51,6 @@ class Layout(NamedTuple):
         """How long the blocks are along `dim`, rank by rank."""
         assert self.dim is not None
         return blocks(self.shape[self.dim], self.mesh.size(self.cut[0]))
-
-
-@cache
-def _groups(mesh: DeviceMesh, cut: tuple[int, ...]) -> tuple[ProcessGroup, ...]:
-    return tuple(mesh.get_group(dim) for dim in cut)
 
 
 def blocks(length: int, ranks: int) -> list[int]:

@@ -83,20 +83,42 @@ def complete(own: dict[str, Any], p: Tensor, names: Mapping[str, torch.dtype]) -
             own[name] = _new_buffer(name, dtype, p)
         elif own[name].dtype != dtype:
             raise RuntimeError(
-                f"{name} is kept in {own[name].dtype}, and state_dtype now asks for {dtype}: set "
-                "state_dtype before the first step"
+                f"{name} is kept in {own[name].dtype}, and {dtype} is needed now: set "
+                "state_dtype before the first step, and leave the parameter's dtype what it was"
             )
 
 
-def start_last_grad(own: dict[str, Any], p: Tensor, names: Mapping[str, torch.dtype]) -> None:
-    """Begin with h = g, in h's format."""
+def start_last_grad(
+    own: dict[str, Any], p: Tensor, names: Mapping[str, torch.dtype], group: Mapping[str, Any]
+) -> None:
+    """Begin with h = g, in h's format; exp_avg has been n until now, and is m from now on."""
     assert p.grad is not None
     g = p.grad.detach()
+    _shift(own, g, group, 1)
     if names["last_grad"] == torch.uint8:
         bits = formats.random_bits(g, 0.0, 3)
         own["last_grad"], own[EXPONENT["last_grad"]] = formats.encode(g.float(), bits, signed=True)
     else:
         own["last_grad"] = torch.empty_like(p, dtype=names["last_grad"]).copy_(g)
+
+
+def drop_last_grad(own: dict[str, Any], kind: str, group: Mapping[str, Any]) -> None:
+    """Nobody would keep it up to date; exp_avg has been m until now, and is n from now on."""
+    h, exponents = own.pop("last_grad", None), own.pop(EXPONENT["last_grad"], None)
+    if h is not None and KINDS[kind].corrected and "exp_avg" in own:
+        _shift(own, h if exponents is None else formats.decode(h, exponents, True), group, -1)
+
+
+def _shift(own: dict[str, Any], g: Tensor, group: Mapping[str, Any], sign: int) -> None:
+    """Between m and n: m = n + γ·g (docs/math.md)."""
+    m, exponents = own["exp_avg"], own.get(EXPONENT["exp_avg"])
+    share = group["gamma"] * (-sign if group["maximize"] else sign)
+    if exponents is None:
+        m.add_((g * share).to(m.dtype))
+        return
+    moved = formats.decode(m, exponents, True) + g * share
+    bits = formats.random_bits(m, own["step"], 1)
+    own["exp_avg"], own[EXPONENT["exp_avg"]] = formats.encode(moved.float(), bits, signed=True)
 
 
 def straighten(own: dict[str, Any], p: Tensor) -> None:
@@ -146,7 +168,8 @@ def _owns_its_memory(g: Tensor, h: Tensor) -> bool:
     """Whether g can take h's place: memory of its own, laid out alike."""
     g, h = getattr(g, "_local_tensor", g), getattr(h, "_local_tensor", h)
     return (
-        g.stride() == h.stride()
+        g.dtype == h.dtype
+        and g.stride() == h.stride()
         and not g._is_view()
         and g.untyped_storage().nbytes() == g.numel() * g.element_size()
     )
@@ -236,10 +259,10 @@ def _check_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
 
 
 def _check_buffers(who: str, p: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    if set(saved) == {"previous_grad"}:
-        return  # exact mode, saved between update_previous_grad and the first step
     optional = set(LOW_HALF.values())  # absent where the state comes from a float32 run
     required = {"step", *buffers(kind_of(p, group), p, group)} - optional
+    if set(saved) == {"previous_grad"}:
+        required = set()  # exact mode, saved between update_previous_grad and the first step
     missing = sorted(required - set(saved))
     if missing:
         raise ValueError(

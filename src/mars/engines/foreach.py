@@ -14,7 +14,7 @@ from mars.rule import KINDS, moonlight, shampoo
 from mars.rule.estimator import Scalar, kappa
 from mars.rule.halves import join, split
 
-_ONE = torch.tensor(1.0, device="cpu")  # whatever the default device is at import
+_ONE = torch.tensor(1.0, dtype=torch.float32, device="cpu")  # whatever the defaults are
 
 
 def _wide(tensors: list[Tensor], like: Tensor) -> list[Tensor]:
@@ -86,7 +86,9 @@ def _adamw(batch: Batch, m: list[Tensor], c: list[Tensor]) -> list[Tensor]:
 
 
 def _lion(batch: Batch, m: list[Tensor], c: list[Tensor]) -> list[Tensor]:
-    return list(torch._foreach_sign(m))
+    u = list(torch._foreach_sign(m))
+    torch._foreach_add_(u, torch._foreach_mul(m, 0.0))  # NaN shows
+    return u
 
 
 def orthogonal(batch: Batch, matrices: list[Tensor]) -> list[Tensor]:

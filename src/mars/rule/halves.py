@@ -1,17 +1,16 @@
 """A 16-bit parameter and its low half: together one float32.
 
 A bfloat16 weight has 8 significant bits, so an update under 1/512 of it rounds away. The state
-therefore holds 16 more bits (``param_low``, int16, 2 bytes a weight); the pair is a float32 that
-is updated exactly, while the model sees its rounding. If the weight is changed from outside, the
-low half stays what it is: a shift of at most half a unit in the last place.
+therefore holds 16 more bits (``param_low_bf16`` or ``param_low_fp16``, int16, 2 bytes a weight);
+the pair is a float32 that is updated exactly, while the model sees its rounding. If the weight is
+changed from outside, the low half stays what it is: a shift of at most half a unit in the last
+place.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 # float16 has 10 explicit mantissa bits and a smallest exponent (as frexp counts) of -13.
 _FP16_BITS, _FP16_MIN_EXPONENT = 11, -13

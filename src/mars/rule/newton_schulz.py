@@ -67,12 +67,16 @@ class NewtonSchulz(NamedTuple):
             B = b * A + c * A @ A
             return a * X + B @ X
 
-        return self._iterate(M, _length(M.to(getattr(torch, self.dtype))) + eps, step)
+        return self._iterate(M, _length(self._rounded(M)) + eps, step)
+
+    def _rounded(self, M: Tensor) -> Tensor:
+        """As the authors do it, before the division; float16 has too few exponents for that."""
+        return M if self.dtype == "float16" else M.to(getattr(torch, self.dtype))
 
     def _iterate(self, M: Tensor, length: Tensor, step: Callable[..., Tensor]) -> Tensor:
         """X₀ = M/length, then the steps on whichever side of X·Xᵀ is smaller."""
         dtype = getattr(torch, self.dtype)
-        X = (M.to(dtype) / length).to(dtype)
+        X = (self._rounded(M) / length).to(dtype)
         X = X.unsqueeze(0) if M.ndim == 2 else X  # one code path: a stack gives the same bits
         tall = X.shape[-2] > X.shape[-1]
         X = X.mT if tall else X

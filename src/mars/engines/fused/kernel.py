@@ -197,7 +197,7 @@ def _update(
             if matrix == 0:
                 u = m
                 if v_held < 2:
-                    u = tl.where(m > 0, 1.0, tl.where(m < 0, -1.0, 0.0))
+                    u = tl.where(m > 0, 1.0, tl.where(m < 0, -1.0, 0.0)) + 0.0 * m  # NaN shows
                 if v_held > 0:
                     if has_v:
                         square = c

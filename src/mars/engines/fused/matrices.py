@@ -151,10 +151,13 @@ class Stacks:
             size = max(1, LIMIT // (short * long))
             for first in range(0, len(found), size):
                 part = found[first : first + size]
-                scales = torch.tensor([scale(rows, cols) for _, rows, cols, _ in part])
-                matrices = torch.tensor([[number, rows > cols] for number, rows, cols, _ in part])
+                scales = [scale(rows, cols) for _, rows, cols, _ in part]
+                matrices = [[number, rows > cols] for number, rows, cols, _ in part]
                 aligned = short % 16 == 0 and long % 16 == 0 and all(a for *_, a in part)
-                on_device = (scales.to(device), matrices.to(device, torch.int64))
+                on_device = (
+                    torch.tensor(scales, dtype=torch.float32).to(device),
+                    torch.tensor(matrices, dtype=torch.int64).to(device),
+                )
                 self.stacks.append(Stack(kind, short, long, ns, *on_device, aligned))
         self.space: dict[str, Tensor] = {}
         for stack in self.stacks:
