@@ -170,3 +170,18 @@ def test_moments_that_are_lost_are_pointed_out(caplog: pytest.LogCaptureFixture)
     new = MARS.from_adamw(old, verbose=False)
     assert "moments of AdamW are not carried over" in caplog.text
     assert not new.state
+
+
+def test_a_scheduler_that_stays_behind_is_said(caplog) -> None:
+    p = torch.nn.Parameter(torch.zeros(3, 3))
+    adamw = torch.optim.AdamW([p], lr=1e-2)
+    MARS.from_adamw(adamw, verbose=False)
+    assert not caplog.text
+    torch.optim.lr_scheduler.LambdaLR(adamw, lambda step: min(1.0, step / 10))
+    MARS.from_adamw(adamw, verbose=False)
+    assert "a scheduler moves the rates of this AdamW" in caplog.text
+
+
+def test_a_rate_of_zero_is_shown_as_it_is(capsys) -> None:
+    MARS.from_adamw(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3, 3))], lr=0.0))
+    assert "0 -> 0" in capsys.readouterr().out

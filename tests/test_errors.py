@@ -185,3 +185,11 @@ def test_fused_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 def test_new_options_are_checked(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MARS([torch.nn.Parameter(torch.ones(2))], **options)
+
+
+def test_what_is_no_mars_and_no_state_dict() -> None:
+    p = torch.nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(TypeError, match="explain takes a MARS, not AdamW"):
+        mars.explain(torch.optim.AdamW([p]))
+    with pytest.raises(TypeError, match="takes a state dict, not NoneType"):
+        MARS([p]).load_state_dict(None)

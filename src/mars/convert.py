@@ -75,6 +75,11 @@ def from_adamw(
     settings = make([{"params": []}], **options).defaults
     if optimizer.state:
         logger.warning("from_adamw: the moments of AdamW are not carried over")
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        logger.warning(
+            "from_adamw: a scheduler moves the rates of this AdamW, and will not move those of the "
+            "MARS made from it. Make the scheduler afterwards, on the MARS"
+        )
     rows = [("group", "parameters", "lr", "weight_decay", "lr of vectors", "betas")]
     groups = []
     for i, group in enumerate(optimizer.param_groups):
@@ -87,7 +92,8 @@ def from_adamw(
             if name in group:
                 new[name] = group[name] * factor
         # A scheduler that warms up has set lr to 0 already; vectors follow the peak rate.
-        peak = as_float(group.get("initial_lr", lr)) or 1.0
+        shown = as_float(group.get("initial_lr", lr))
+        peak = shown or 1.0
         if isinstance(lr, Tensor):
             new["foreach"] = None if not group["capturable"] else group["foreach"]
         new |= {
@@ -105,8 +111,8 @@ def from_adamw(
         groups.append(new)
         count = sum(p.numel() for p in group["params"])
         rows.append((
-            str(i), f"{count:,}", f"{peak:.3g} -> {peak * factor:.3g}",
-            f"{decay:.3g} -> {decay / factor:.3g}", f"{peak * factor_1d:.3g}",
+            str(i), f"{count:,}", f"{shown:.3g} -> {shown * factor:.3g}",
+            f"{decay:.3g} -> {decay / factor:.3g}", f"{shown * factor_1d:.3g}",
             f"{betas}",
         ))  # fmt: skip
     mars = make(groups, **options)

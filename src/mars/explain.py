@@ -27,6 +27,8 @@ def explain(optimizer: MARS) -> str:
         0      mars-adamw         1  reference  on cpu: it needs a CUDA device
         0      plain-adamw        1  reference  on cpu: it needs a CUDA device
     """
+    if not hasattr(optimizer, "_ranks"):
+        raise TypeError(f"explain takes a MARS, not {type(optimizer).__name__}")
     pairs = [(i, g, p) for i, g in enumerate(optimizer.param_groups) for p in g["params"]]
     reasons = [why_not_fused(group, p, optimizer._ranks) for _, group, p in pairs]
     if optimizer._observer is not None:

@@ -181,6 +181,8 @@ def load(
     load_by_torch: Callable[[dict[str, Any]], None],
 ) -> None:
     """torch's load_state_dict between a check of what it gets and a repair of what it casts."""
+    if not isinstance(state_dict, dict):
+        raise TypeError(f"load_state_dict takes a state dict, not {type(state_dict).__name__}")
     accepted: dict[str, Any] = {}
 
     def check(_: Optimizer, candidate: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,37 @@ def test_mistakes_are_one_line(
     assert captured.err.count("\n") == 1
     assert message in captured.err
     assert list(tmp_path.iterdir()) == []  # nothing was written
+
+
+def test_a_file_without_a_recipe_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text('{"optimizer": {"name": "muon"}}')
+    assert main(["train", str(path)]) == 1
+    assert "mine.json names no recipe" in capsys.readouterr().err
+
+
+def test_without_the_extra_a_command_says_what_it_needs(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacks(words: list[str]) -> int:
+        import_module("a_package_that_is_not_there")
+        return 0
+
+    monkeypatch.setitem(COMMANDS, "doctor", lacks)
+    assert main(["doctor"]) == 1
+    wanted = "mars doctor needs a_package_that_is_not_there: pip install"
+    assert wanted in capsys.readouterr().err
+
+
+def test_a_longer_run_of_the_same_recipe_goes_on(tmp_path: Path, capsys: Capture) -> None:
+    """Though the recipe's warm-up would be in proportion to the new number of steps."""
+    words = ["train", "gpt-tiny", "--loop.eval-every", "1000", "--loop.eval-sequences", "2"]
+    words += ["--keep.out", str(tmp_path / "run")]
+    for steps in ("20", "40"):
+        assert main([*words, "--loop.steps", steps]) == 0
+    assert "extended 20 to 40 steps" in capsys.readouterr().err
+    assert main([*words, "--loop.steps", "60", "--schedule.warmup-steps", "9"]) == 1
+    assert "schedule.warmup_steps" in capsys.readouterr().err
 
 
 def test_train_resume_and_dry_run(tmp_path: Path, capsys: Capture) -> None:

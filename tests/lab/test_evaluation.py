@@ -384,4 +384,4 @@ def test_without_lm_eval_and_without_data_it_says_what_to_do(
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert main(["eval", str(place / "one"), "--tasks", "piqa", "--device", "cpu"]) == 1
-    assert 'pip install "mars-optim[eval]", or evaluate local files' in capsys.readouterr().err
+    assert 'pip install ".[eval]", or evaluate local files' in capsys.readouterr().err

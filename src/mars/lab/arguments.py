@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mars.lab import loading, recipes, tasks
-from mars.lab.config import AnyRun, ImageData, ImageModel, Run, check, from_json, to_json
+from mars.lab.config import (
+    AnyRun,
+    ImageData,
+    ImageModel,
+    Run,
+    check,
+    from_json,
+    read_config,
+    to_json,
+)
 from mars.lab.errors import LabError
 
 T = TypeVar("T")
@@ -28,7 +37,7 @@ def parse(kind: type[T], words: list[str], prog: str, about: str, default: Any =
     try:
         import tyro
     except ImportError as error:
-        raise LabError('the command line needs tyro: pip install "mars-optim[lab]"') from error
+        raise LabError('the command line needs tyro: pip install ".[lab]"') from error
     errors = io.StringIO()
     options: dict[str, Any] = {} if default is None else {"default": default}
     try:
@@ -123,7 +132,13 @@ def _named_run(name: str, optimizer: str | None) -> Run:
         run = overridden(_read(path / "config.json"), optimizer)
         return run.replace(keep={"out": name})
     if path.suffix == ".json":
-        run = overridden(_read(path), optimizer)
+        values = _read(path)
+        if not {"recipe", "model"} & set(values):
+            raise LabError(
+                f'{path} names no recipe to lay its fields over: give it "recipe": "gpt-tiny", or '
+                'a "model" of its own'
+            )
+        run = overridden(values, optimizer)
         # Not the directory of the recipe's own runs, which have other settings.
         out = run.keep.out or f"runs/{path.resolve().parent.name}-{path.stem}"
         return run.replace(keep={"out": out})
@@ -195,6 +210,15 @@ def fitted(args: AnyRun, base: Run) -> AnyRun:
     warmup = base.schedule.warmup_steps * steps // before
     schedule = dataclasses.replace(args.schedule, warmup_steps=warmup)
     return dataclasses.replace(args, schedule=schedule)
+
+
+def extending(run: Run, words: list[str]) -> Run:
+    """With the warm-up that the run in its directory has had, unless another is asked for."""
+    path = Path(run.directory) / "config.json"
+    if any(word.startswith("--schedule.warmup-steps") for word in words) or not path.is_file():
+        return run
+    begun = read_config(path)
+    return run.replace(schedule={"warmup_steps": begun.schedule.warmup_steps})
 
 
 def as_run(args: Run) -> Run:

@@ -62,7 +62,7 @@ def _train(words: list[str]) -> int:
     args = arguments.parse(arguments.TrainArgs, words, f"mars train {recipe}", about, default)
     # A run directory keeps its schedule; a recipe's warm-up shrinks with its steps.
     fit = arguments.counted if Path(recipe).is_dir() else arguments.fitted
-    run = arguments.as_run(fit(args, base))
+    run = arguments.extending(arguments.as_run(fit(args, base)), words)
     if args.dry_run:
         sys.stdout.write(describe(run) + "\n" if own_rank() == 0 else "")
         return 0
@@ -219,6 +219,14 @@ def main(words: list[str] | None = None) -> int:
         else:
             sys.stderr.write(f"mars: error: {error}\n")
         return 2 if type(error).__name__ == "UsageError" else 1
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("mars"):
+            raise
+        sys.stderr.write(
+            f'mars: error: mars {words[0]} needs {error.name}: pip install ".[lab]" where the '
+            "sources are\n"
+        )
+        return 1
     except BrokenPipeError:  # the reader of our output has gone, as in `mars --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

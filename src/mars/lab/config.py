@@ -379,6 +379,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
 
 def read_config(path: Path) -> Run:
     """The configuration that a run was started with."""
+    if path.parent.is_dir() and not path.exists():
+        raise LabError(f"{path.parent} is no run: it holds no {path.name}")
     try:
         return check(from_json(json.loads(path.read_text())))
     except (OSError, ValueError, LabError) as error:

@@ -6,9 +6,11 @@ import multiprocessing
 import os
 import queue
 import time
+import traceback
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mars.lab import workers
@@ -63,7 +65,11 @@ def _work(job: Job, command: str) -> str:
         except LabError as error:
             return f"{FAILED}{error}"
         except Exception as error:  # of an optimizer of somebody's, say: the others go on
-            return f"{FAILED}{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            trace = Path(job.run.directory) / "error.txt"
+            trace.parent.mkdir(parents=True, exist_ok=True)
+            trace.write_text(traceback.format_exc())
+            text = (str(error).splitlines() or [""])[0]
+            return f"{FAILED}{type(error).__name__}: {text} (all of it: {trace})"
     _stopped = status == "stopped"
     return status
 

@@ -20,7 +20,7 @@ from mars.lab.evaluation.prompts import PROMPTS
 from mars.lab.evaluation.scoring import Scorer, Tokens, Watch
 
 ABSENT = (
-    'lm-eval is not installed: pip install "mars-optim[eval]", or evaluate local files with --data '
+    'lm-eval is not installed: pip install ".[eval]", or evaluate local files with --data '
     "FOLDER (docs/evaluation.md says what is in them)"
 )
 OFFLINE = (

@@ -55,7 +55,9 @@ class Compared:
 
 def results_directory(given: str | None) -> Path:
     """Where the committed results are."""
-    path = Path(given) if given else Path(__file__).parents[4] / "docs" / "results"
+    own = Path(__file__).parents[4] / "docs" / "results"  # of sources that were not copied
+    here = Path("docs") / "results"
+    path = Path(given) if given else (own if own.is_dir() else here)
     missing = [name for name in (*BENCHMARKS, TRAINING, PROCESSES) if not (path / name).is_file()]
     if missing:
         raise LabError(
