@@ -344,19 +344,9 @@ class MARS(Optimizer):
     def _check_gradients(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if p.grad.layout != torch.strided:
-                    raise RuntimeError(
-                        "MARS does not support sparse gradients. Use nn.Embedding(sparse=False), "
-                        "or train this parameter with torch.optim.SparseAdam"
-                    )
-                layout_of(p, group)  # refuses what cannot be
-                if group["differentiable"] and p.dtype in state.LOW_HALF:
-                    raise RuntimeError(
-                        f"differentiable=True needs float32 or float64 parameters, not {p.dtype}: "
-                        "autograd cannot follow the bits of its low half"
-                    )
+                if p.grad is not None:
+                    state.check_gradient(p, group)
+                    layout_of(p, group)  # refuses what cannot be
 
     def _new_step(self, p: Tensor, group: Group, value: float = 0.0, fused: bool = False) -> Tensor:
         on_device = group["capturable"] or group["fused"] or fused

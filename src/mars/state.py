@@ -76,6 +76,20 @@ def buffers(kind: str, p: Tensor, group: Mapping[str, Any]) -> dict[str, torch.d
     return needed
 
 
+def check_gradient(p: Tensor, group: Mapping[str, Any]) -> None:
+    """Refuse what no engine can step."""
+    if p.grad is not None and p.grad.layout != torch.strided:
+        raise RuntimeError(
+            "MARS does not support sparse gradients. Use nn.Embedding(sparse=False), or train this "
+            "parameter with torch.optim.SparseAdam"
+        )
+    if group["differentiable"] and p.dtype in LOW_HALF:
+        raise RuntimeError(
+            f"differentiable=True needs float32 or float64 parameters, not {p.dtype}: autograd "
+            "cannot follow the bits of its low half"
+        )
+
+
 def complete(own: dict[str, Any], p: Tensor, names: Mapping[str, torch.dtype]) -> None:
     """Make the buffers that are missing."""
     for name, dtype in names.items():

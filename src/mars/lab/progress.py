@@ -88,14 +88,20 @@ class Progress(Shown):
             self.valid = f"{record['loss']:.4f}{right}"
             if self.bar is None:
                 place = f"step {record['step']}/{self.steps}, {_place(record)}"
-                self.say(
-                    f"{place}, {units.seconds(record['seconds'])}: validation loss {self.valid}"
-                )
+                taken = f"{units.seconds(record['seconds'])}{self._left(record)}"
+                self.say(f"{place}, {taken}: validation loss {self.valid}")
         elif kind == "event":
             named = record["what"] in ("resumed", "extended")
             self.say(f"{record['what']} {record['text']}" if named else record["text"])
         if self.bar is not None and self.last:
             self.bar.update(self.task, description=self._describe(self.last))
+
+    def _left(self, record: dict[str, Any]) -> str:
+        """Of training, at the pace so far."""
+        done, left = record["step"], self.steps - record["step"]
+        if done == 0 or left <= 0:
+            return ""
+        return f" ({units.seconds(record['seconds'] / done * left)} left)"
 
     def _describe(self, record: dict[str, Any]) -> str:
         parts = [f"loss {record['loss']:.3f}"]
