@@ -379,6 +379,16 @@ def begin_anew(store: str) -> float:
     return float((ends[0] - ends[1]).abs().max())
 
 
+def rank_without_gradients() -> float:
+    p = nn.Parameter(torch.ones(4, 4))
+    optimizer = MARS([p], max_grad_norm=1.0, ranks="partition")
+    if dist.get_rank() == 0:
+        p.grad = torch.ones(4, 4)
+    optimizer.step()
+    assert optimizer.grad_norm is not None
+    return float(optimizer.grad_norm)
+
+
 def copied_group() -> bool:
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     p = torch.zeros(3, 3, requires_grad=True)

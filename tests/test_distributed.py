@@ -219,6 +219,10 @@ def test_processes_may_part_and_meet_again(two: Ranks, tmp_path: Path) -> None:
     assert two.run(CASES, "begin_anew", str(tmp_path / "store")) == [0.0, 0.0]
 
 
+def test_a_rank_without_gradients_knows_the_norm(two: Ranks) -> None:
+    assert two.run(CASES, "rank_without_gradients") == [4.0, 4.0]
+
+
 def test_a_copy_has_the_process_group_and_a_pickle_is_refused(two: Ranks) -> None:
     assert two.run(CASES, "copied_group") == [True, True]
 

@@ -101,7 +101,8 @@ def step_batches(optimizer: MARS, batches: list[tuple[Batch, str]]) -> None:
     wide = [(b.widened() if b.lean() else b, name) for b, name in batches]
     norm = clip_gradients((batch for batch, _ in wide), groups, ranks)
     if norm is not None:
-        assert optimizer._grad_norm is not None
+        if optimizer._grad_norm is None:  # a rank without gradients of its own
+            optimizer._grad_norm = torch.zeros_like(norm, dtype=torch.float32)
         optimizer._grad_norm.copy_(norm)
     lengths = clip_lengths(wide, groups, ranks)
     away = [_shared(optimizer, batch) for batch, _ in wide]

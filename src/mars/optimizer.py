@@ -379,7 +379,7 @@ class MARS(Optimizer):
             if "last_grad" not in names:
                 state.drop_last_grad(own, kind, group)
             elif "step" in own and "last_grad" not in own:
-                state.start_last_grad(own, p, names, group)  # needed from now on: c = g this once
+                state.start_last_grad(own, p, names)  # needed from now on: c = g this once
             if "step" not in own:
                 own["step"] = self._new_step(p, group, fused=fuse)
             state.complete(own, p, names)

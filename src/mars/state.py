@@ -102,13 +102,13 @@ def complete(own: dict[str, Any], p: Tensor, names: Mapping[str, torch.dtype]) -
             )
 
 
-def start_last_grad(
-    own: dict[str, Any], p: Tensor, names: Mapping[str, torch.dtype], group: Mapping[str, Any]
-) -> None:
-    """Begin with h = g, in h's format; exp_avg has been n until now, and is m from now on."""
+def start_last_grad(own: dict[str, Any], p: Tensor, names: Mapping[str, torch.dtype]) -> None:
+    """Begin with h = g, in h's format.
+
+    exp_avg has been n = m − γ·h until now, of an h that nobody has; its share is made up for by β₁.
+    """
     assert p.grad is not None
     g = p.grad.detach()
-    _shift(own, g, group, 1)
     if names["last_grad"] == torch.uint8:
         bits = formats.random_bits(g, 0.0, 3)
         own["last_grad"], own[EXPONENT["last_grad"]] = formats.encode(g.float(), bits, signed=True)
@@ -117,20 +117,19 @@ def start_last_grad(
 
 
 def drop_last_grad(own: dict[str, Any], kind: str, group: Mapping[str, Any]) -> None:
-    """Nobody would keep it up to date; exp_avg has been m until now, and is n from now on."""
+    """Nobody would keep it up to date; exp_avg has been m, and is n = m − γ·h from now on."""
     h, exponents = own.pop("last_grad", None), own.pop(EXPONENT["last_grad"], None)
-    if h is not None and KINDS[kind].corrected and "exp_avg" in own:
-        _shift(own, h if exponents is None else formats.decode(h, exponents, True), group, -1)
-
-
-def _shift(own: dict[str, Any], g: Tensor, group: Mapping[str, Any], sign: int) -> None:
-    """Between m and n: m = n + γ·g (docs/math.md)."""
-    m, exponents = own["exp_avg"], own.get(EXPONENT["exp_avg"])
-    share = group["gamma"] * (-sign if group["maximize"] else sign)
-    if exponents is None:
-        m.add_((g * share).to(m.dtype))
+    if h is None or not KINDS[kind].corrected or "exp_avg" not in own:
         return
-    moved = formats.decode(m, exponents, True) + g * share
+    h = h if exponents is None else formats.decode(h, exponents, True)
+    gamma = group["gamma"]
+    share = h * (gamma.reshape(()).to(h.device) if isinstance(gamma, Tensor) else gamma)
+    share = -share if group["maximize"] else share
+    m, exponents = own["exp_avg"], own.get(EXPONENT["exp_avg"])
+    if exponents is None:
+        m.sub_(share.to(m.dtype))
+        return
+    moved = formats.decode(m, exponents, True) - share
     bits = formats.random_bits(m, own["step"], 1)
     own["exp_avg"], own[EXPONENT["exp_avg"]] = formats.encode(moved.float(), bits, signed=True)
 

@@ -120,8 +120,9 @@ def test_a_longer_run_of_the_same_recipe_goes_on(tmp_path: Path, capsys: Capture
     for steps in ("20", "40"):
         assert main([*words, "--loop.steps", steps]) == 0
     assert "extended 20 to 40 steps" in capsys.readouterr().err
-    assert main([*words, "--loop.steps", "60", "--schedule.warmup-steps", "9"]) == 1
-    assert "schedule.warmup_steps" in capsys.readouterr().err
+    for option in ("--schedule.warmup-steps", "--schedule.warmup_steps"):
+        assert main([*words, "--loop.steps", "60", option, "9"]) == 1
+        assert "schedule.warmup_steps" in capsys.readouterr().err
 
 
 def test_train_resume_and_dry_run(tmp_path: Path, capsys: Capture) -> None:

@@ -212,10 +212,10 @@ def fitted(args: AnyRun, base: Run) -> AnyRun:
     return dataclasses.replace(args, schedule=schedule)
 
 
-def extending(run: Run, words: list[str]) -> Run:
-    """With the warm-up that the run in its directory has had, unless another is asked for."""
+def extending(run: Run) -> Run:
+    """With the warm-up that the run in its directory has had, if there is one."""
     path = Path(run.directory) / "config.json"
-    if any(word.startswith("--schedule.warmup-steps") for word in words) or not path.is_file():
+    if not path.is_file():
         return run
     begun = read_config(path)
     return run.replace(schedule={"warmup_steps": begun.schedule.warmup_steps})

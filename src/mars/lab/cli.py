@@ -47,6 +47,7 @@ def _train(words: list[str]) -> int:
     from mars.lab.describe import describe
     from mars.lab.parallel import own_rank
     from mars.lab.progress import Progress
+    from mars.lab.recipes import RECIPES
     from mars.lab.report import units
     from mars.lab.train import train
 
@@ -62,7 +63,10 @@ def _train(words: list[str]) -> int:
     args = arguments.parse(arguments.TrainArgs, words, f"mars train {recipe}", about, default)
     # A run directory keeps its schedule; a recipe's warm-up shrinks with its steps.
     fit = arguments.counted if Path(recipe).is_dir() else arguments.fitted
-    run = arguments.extending(arguments.as_run(fit(args, base)), words)
+    run = arguments.as_run(fit(args, base))
+    untouched = args.schedule.warmup_steps == base.schedule.warmup_steps
+    if recipe in RECIPES and untouched and not any("warmup" in word for word in words):
+        run = arguments.extending(run)
     if args.dry_run:
         sys.stdout.write(describe(run) + "\n" if own_rank() == 0 else "")
         return 0
