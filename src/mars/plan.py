@@ -128,8 +128,9 @@ class Plan:
         # Kernels write behind autograd's back; a graph that saved a parameter must notice.
         increment_version(self.params)
         self.versions = versions
-        for batch in self.batches if not graph else ():
-            batch.g = []  # else they would outlive zero_grad, beside those of the next pass
+        if not graph:
+            for batch in self.batches:
+                batch.g = []  # else they would outlive zero_grad, beside those of the next pass
 
     def consume(self, optimizer: MARS, copied: bool) -> None:
         """Let gradients become last gradients, where the group says so."""

@@ -109,7 +109,7 @@ def test_without_the_extra_a_command_says_what_it_needs(
 
     monkeypatch.setitem(COMMANDS, "doctor", lacks)
     assert main(["doctor"]) == 1
-    wanted = "mars doctor needs a_package_that_is_not_there: pip install"
+    wanted = "mars doctor needs a_package_that_is_not_there, which is not installed (pip install"
     assert wanted in capsys.readouterr().err
 
 

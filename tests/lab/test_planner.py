@@ -18,6 +18,7 @@ import mars
 from mars.lab.cli import main
 from mars.lab.config import Model as Config
 from mars.lab.config import Run
+from mars.lab.errors import LabError
 from mars.lab.models import GPT, flops_per_token
 from mars.lab.planner import gpus, memory, models, network, newton_schulz, predict, steps, validate
 from mars.lab.planner.network import Cluster
@@ -281,6 +282,17 @@ def test_two_processes_hold_and_send_what_is_predicted(tmp_path: Path) -> None:
 
 
 # Against what was measured
+
+
+def test_results_are_looked_for_where_a_copy_was_installed_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(validate, "__file__", str(tmp_path / "a/b/c/d/validate.py"))
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert validate.results_directory(None) == Path("docs/results")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LabError, match="give the repository's docs/results with --results"):
+        validate.results_directory(None)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 from miniature import run
 
-from mars.lab import arguments, workers
+from mars.lab import arguments, pool, workers
 from mars.lab.cli import main
 from mars.lab.config import Run, to_json
 from mars.lab.errors import LabError
@@ -68,6 +69,23 @@ def test_what_is_asked_for_counts_even_where_it_equals_the_recipes_value() -> No
     own = arguments.base_run("gpt-tiny", []).optimizer.lr  # of MARS-AdamW
     words = ("--optimizers", "adamw", "lion", "--seeds", "1", "--optimizer.lr", str(own))
     assert {r.optimizer.lr for r in jobs("gpt-tiny", *words).values()} == {own}
+
+
+class Breaks(torch.optim.SGD):
+    """Somebody's optimizer with a bug."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        raise ValueError("boom\nand more of it")
+
+
+def test_a_run_that_fails_leaves_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_records", queue.SimpleQueue())
+    own = run(tmp_path / "run").replace(optimizer={"name": f"{__name__}:Breaks"})
+    told = pool._work(pool.Job("mine", own), "mars race")
+    assert told == f"failed: ValueError: boom (all of it: {tmp_path / 'run' / 'error.txt'})"
+    assert "in step" in (tmp_path / "run" / "error.txt").read_text()
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,7 @@ def _train(words: list[str]) -> int:
     # A run directory keeps its schedule; a recipe's warm-up shrinks with its steps.
     fit = arguments.counted if Path(recipe).is_dir() else arguments.fitted
     run = arguments.as_run(fit(args, base))
-    untouched = args.schedule.warmup_steps == base.schedule.warmup_steps
-    if recipe in RECIPES and untouched and not any("warmup" in word for word in words):
+    if recipe in RECIPES and not any("warmup" in word for word in words):
         run = arguments.extending(run)
     if args.dry_run:
         sys.stdout.write(describe(run) + "\n" if own_rank() == 0 else "")
@@ -227,8 +226,8 @@ def main(words: list[str] | None = None) -> int:
         if error.name is None or error.name.startswith("mars"):
             raise
         sys.stderr.write(
-            f'mars: error: mars {words[0]} needs {error.name}: pip install ".[lab]" where the '
-            "sources are\n"
+            f"mars: error: mars {words[0]} needs {error.name}, which is not installed (pip install "
+            '".[lab]", where the sources are, brings all that is ours)\n'
         )
         return 1
     except BrokenPipeError:  # the reader of our output has gone, as in `mars --help | head`
