@@ -53,6 +53,16 @@ def test_the_same_bits_with_and_without(tmp_path: Path, optimizer: str, micro: i
 
 
 @needs_gpu
+def test_muon_replays_its_step_too_and_stays_torchs(tmp_path: Path) -> None:
+    made = config(tmp_path, "muon")
+    _, training = state(made, 9)
+    muon = training.optimizer.optimizers[0]
+    assert muon._replayed.recorded is not None
+    _, plain = state(made.replace(loop={"graphs": False}), 9)
+    assert plain.optimizer.optimizers[0]._replayed is None
+
+
+@needs_gpu
 def test_dropout_is_drawn_anew_in_every_replay(tmp_path: Path) -> None:
     same_with_and_without(config(tmp_path, "mars-adamw", dropout=0.1), {True})
 

@@ -31,7 +31,8 @@ from mars.lab.config import (
 )
 from mars.lab.errors import LabError
 from mars.lab.log import read
-from mars.lab.optimizers import REGISTRY, Muon, build
+from mars.lab.muon import Muon
+from mars.lab.optimizers import REGISTRY, build
 from mars.lab.race import FIELD, RaceArgs, plan
 from mars.lab.report import read_rates
 from mars.lab.report.rates import from_grid

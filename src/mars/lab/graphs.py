@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,10 @@ class Recorded:
     """One pass, recorded with a batch like those to come; nothing is computed by recording."""
 
     def __init__(
-        self, compute: Callable[..., Tensor], batch: tuple[Tensor, ...], pool: Recorded | None
+        self,
+        compute: Callable[..., Any],
+        batch: tuple[Tensor, ...],
+        pool: Recorded | None = None,
     ) -> None:
         gc.collect()  # graphs of an earlier run: they must not die while this one is recorded
         self.batch = tuple(part.clone() for part in batch)
@@ -28,13 +32,13 @@ class Recorded:
         shared = None if pool is None else pool.graph.pool()
         # Other threads may go on with what they do: writing a checkpoint, reading data.
         with torch.cuda.graph(self.graph, pool=shared, capture_error_mode="thread_local"):
-            self.loss = compute(*self.batch)
+            self.result = compute(*self.batch)
 
-    def replay(self, batch: tuple[Tensor, ...]) -> Tensor:
+    def replay(self, batch: tuple[Tensor, ...]) -> Any:
         for ours, given in zip(self.batch, batch, strict=True):
             ours.copy_(given, non_blocking=True)
         self.graph.replay()
-        return self.loss
+        return self.result
 
 
 class Graphs:
@@ -54,7 +58,7 @@ class Graphs:
         if first not in self.recorded and not self._record(batch, first):
             self.passed[first] += 1
             return self.compute(*batch)
-        loss = self.recorded[first].replay(batch)
+        loss: Tensor = self.recorded[first].replay(batch)
         if first:
             for p, gradient in zip(self.parameters, self.gradients, strict=True):
                 p.grad = gradient

@@ -18,6 +18,7 @@ from mars.lab.dtensors import whole
 from mars.lab.errors import LabError
 from mars.lab.graphs import Graphs
 from mars.lab.models import peak_flops
+from mars.lab.muon import replay_steps
 from mars.lab.optimizers import build
 from mars.lab.parallel import World
 from mars.lab.schedule import factor, remember_peaks, set_rate
@@ -51,6 +52,8 @@ class Training:
         if compile_:
             wrapping.compile_in_place(model, self.world)
         self.graphs = self._graphs(loop.graphs)
+        if self.graphs is not None:
+            replay_steps(self.optimizer)
         self.loss_of: Callable[..., Tensor] = model
         self.wrapped: Callable[..., Tensor] = model
         self.step = 0

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import mars
 from mars.lab.config import Optimizer
 from mars.lab.errors import LabError
+from mars.lab.muon import Muon
 
 Build = Callable[[nn.Module, Optimizer, dict[str, Any]], torch.optim.Optimizer]
 
@@ -210,39 +211,6 @@ for _name, _label, _class, _betas in (
     ("adopt", "ADOPT", "ADOPT", (0.9, 0.9999)),
 ):
     register(_name, _label, f"pytorch_optimizer.{_class}", ["betas"])(_from_library(_class, _betas))
-
-
-class Muon(torch.optim.Muon):
-    """torch.optim.Muon, which takes matrices alone, for convolutions too: as (out, all the rest).
-
-    It sees parameters and momentum through views, so nothing is copied. A channels-last weight has
-    its columns in another order; what is orthogonal stays so in any.
-    """
-
-    def __init__(self, params: Iterable[Tensor], **options: Any) -> None:
-        params = list(params)
-        super().__init__([_as_matrix(p.detach(), p) for p in params], **options)
-        self.param_groups[0]["params"] = params
-
-    def _init_group(self, group: Any, *lists: list[Tensor]) -> bool:
-        """What a step is given: parameters, gradients, momentum, here as matrices."""
-        given = [p for p in group["params"] if p.grad is not None]
-        for p in given:
-            known = self.state[p].get("momentum_buffer")
-            if known is None or known.stride() != p.stride():  # as the parameter lies in memory
-                own = torch.zeros_like(p) if known is None else torch.empty_like(p).copy_(known)
-                self.state[p]["momentum_buffer"] = own
-        has_complex: bool = super()._init_group(group, *lists)
-        for tensors in lists:
-            tensors[:] = [_as_matrix(t, p) for t, p in zip(tensors, given, strict=True)]
-        return has_complex
-
-
-def _as_matrix(t: Tensor, like: Tensor) -> Tensor:
-    """A tensor of the shape of ``like`` as a matrix; a view, if they lie in memory alike."""
-    if t.ndim > 2 and not like.is_contiguous():  # channels-last
-        t = t.movedim(1, -1)
-    return t.flatten(1) if t.ndim > 2 else t
 
 
 @register(
