@@ -14,6 +14,7 @@ from mars.lab.images import draws, transform
 
 SEEDS = st.integers(0, 2**64 - 1)
 RECORDED = [[1, 8, 1], [4, 2, 1], [1, 7, 0]]
+PLACES = [[20, 13], [25, 10], [21, 14]]
 MEAN, STD = (0.49, 0.48, 0.45), (0.25, 0.24, 0.26)
 
 
@@ -56,12 +57,15 @@ def test_draws_are_not_the_words_that_order_an_epoch() -> None:
     assert not set(drawn.tolist()) & set((order[:, 0] % np.uint64(2**63 + 1)).tolist())
 
 
-def one_by_one(pixels: Tensor, moved: Tensor, pad: int, dtype: torch.dtype) -> Tensor:
-    """What torchvision's transforms do to an image, in plain loops over pixels."""
+def one_by_one(
+    pixels: Tensor, moved: Tensor, pad: int, dtype: torch.dtype, cutout: int = 0
+) -> Tensor:
+    """What torchvision's transforms, then Cutout do to an image, in plain loops over pixels."""
     count, channels, height, width = pixels.shape
     out = torch.empty(pixels.shape)
     for n in range(count):
-        dy, dx, flipped = moved[n].tolist()
+        dy, dx, flipped = moved[n, :3].tolist()
+        top, left = (moved[n, 3:] - cutout // 2).tolist() if cutout else (0, 0)
         for c in range(channels):
             for i in range(height):
                 for j in range(width):
@@ -69,6 +73,8 @@ def one_by_one(pixels: Tensor, moved: Tensor, pad: int, dtype: torch.dtype) -> T
                     inside = 0 <= row < height and 0 <= column < width
                     byte = pixels[n, c, row, column] if inside else torch.tensor(0)
                     out[n, c, i, j] = (byte / 255 - torch.tensor(MEAN[c])) / torch.tensor(STD[c])
+                    if top <= i < top + cutout and left <= j < left + cutout:
+                        out[n, c, i, j] = 0
     return out.to(dtype)
 
 
@@ -87,6 +93,27 @@ def test_a_batch_is_what_a_loop_over_images_gives(
     assert torch.equal(got, one_by_one(pixels, moved, pad, dtype))
     assert got.dtype == dtype
     assert got.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("cutout", [1, 2, 5, 20])
+def test_a_square_of_every_image_is_blank(cutout: int) -> None:
+    pixels = torch.randint(0, 256, (40, 3, 8, 8), dtype=torch.uint8)
+    moved = draws(0, 1, 0, 40, 2, True, size=8)
+    moved[:2, 3:] = torch.tensor([[0, 0], [7, 7]])  # the corners
+    got = transform(pixels, moved, 2, MEAN, STD, torch.float32, cutout)
+    assert torch.equal(got, one_by_one(pixels, moved, 2, torch.float32, cutout))
+    assert got.is_contiguous(memory_format=torch.channels_last)
+    plain = transform(pixels, None, 2, MEAN, STD, torch.float32, cutout)
+    assert torch.equal(plain, transform(pixels, None, 2, MEAN, STD, torch.float32))  # validation
+
+
+def test_the_places_of_squares_are_even_and_the_rest_stays_as_it_was() -> None:
+    many = draws(5, 9, 0, 9000, 4, True, size=5)
+    assert torch.equal(many[:, :3], draws(5, 9, 0, 9000, 4, True))
+    counts = torch.bincount(many[:, 3] * 5 + many[:, 4], minlength=25)
+    assert len(counts) == 25
+    assert counts.sub(360).abs().max() < 5 * 360**0.5
+    assert draws(1234, 56, 3, 6, 4, True, size=32)[:, 3:].tolist() == PLACES
 
 
 def test_without_draws_it_only_normalises() -> None:

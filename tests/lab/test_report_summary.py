@@ -321,7 +321,12 @@ def test_other_crops_are_not_comparable(tmp_path: Path) -> None:
     logs.vision(tmp_path / "a", seeds=1, names=["adamw"])
     logs.vision(tmp_path / "b", seeds=1, names=["muon"])
     log = tmp_path / "b" / "muon-s0" / "log.jsonl"
-    log.write_text(log.read_text().replace('"pad": 4', '"pad": 2'))
-    summary = summarise(load([tmp_path]))
-    (odd,) = [e for e in summary.entries if e.incomparable]
-    assert odd.incomparable == "crops and flips 2 pixels, yes (not 4 pixels, yes)"
+    original = log.read_text()
+    for change, words in {
+        '"pad": 2': "2 pixels, yes",
+        '"pad": 4, "cutout": 8': "4 pixels, yes, cutout of 8",
+    }.items():
+        log.write_text(original.replace('"pad": 4', change))
+        summary = summarise(load([tmp_path]))
+        (odd,) = [e for e in summary.entries if e.incomparable]
+        assert odd.incomparable == f"crops and flips {words} (not 4 pixels, yes)"

@@ -87,6 +87,18 @@ def test_labels_are_smoothed_in_training_alone(tmp_path: Path) -> None:
         )
 
 
+def test_squares_are_blanked_in_training_alone(tmp_path: Path) -> None:
+    own = run(tmp_path).replace(data={"pad": 0, "flip": False})
+    plain, cut = (tasks.of(own.replace(data={"cutout": n})).open() for n in (0, 4))
+    for a, b in zip(plain.held_out_rows(0, 20), cut.held_out_rows(0, 20), strict=True):
+        assert torch.equal(a, b)
+    (whole, labels), (blank, same) = plain.rows(3, 0, 16), cut.rows(3, 0, 16)
+    assert torch.equal(labels, same)
+    blanked = (blank == 0).flatten(1).sum(1)
+    assert 4 <= blanked.min() <= blanked.max() == 16  # fewer in a corner
+    assert torch.equal(torch.where(blank == 0, 0, whole), blank)
+
+
 # Configuration.
 
 
@@ -125,6 +137,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
         ),
         "fsdp2 is for GPTs": own.replace(loop={"parallel": "fsdp2"}),
         "data.pad must be 0 or above": own.replace(data={"pad": -1}),
+        "data.cutout must be 0 or above": own.replace(data={"cutout": -1}),
         "model.label_smoothing must be 0 or above": own.replace(model={"label_smoothing": -0.1}),
         "model.label_smoothing must be below 1": own.replace(model={"label_smoothing": 1.0}),
         "schedule.rise_share": own.replace(schedule={"rise_share": 1.0}),

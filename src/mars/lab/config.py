@@ -92,6 +92,8 @@ class ImageData:
     """Random crops: pixels that an image may be shifted by; 0 for none."""
     flip: bool = True
     """Mirror every other image, at random."""
+    cutout: int = 0
+    """Pixels of the side of a square that is blanked somewhere in every image; 0 for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +271,7 @@ _NOT_BELOW_ZERO = {
     "schedule": ["warmup_steps", "min_lr", "decay_share"],
     "optimizer": ["lr", "weight_decay", "lr_1d", "weight_decay_1d"],
     "model": ["dropout", "label_smoothing"],
-    "data": ["pad"],
+    "data": ["pad", "cutout"],
 }
 
 

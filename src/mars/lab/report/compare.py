@@ -28,6 +28,8 @@ def setting(run: RunLog) -> Setting:
     unit, source = run.measure.unit, config.get("data")
     source = source if isinstance(source, dict) else {}
     varied = f"{source.get('pad', 0)} pixels, {'yes' if source.get('flip') else 'no'}"
+    if source.get("cutout"):
+        varied += f", cutout of {source['cutout']}"
     return (
         ("training data", _sha(data.get("train"))),
         ("validation data", _sha(data.get("valid"))),

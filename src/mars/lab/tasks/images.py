@@ -165,11 +165,12 @@ class Vision(Task):
         numbers = np.concatenate([self.numbers(at + first, at + last) for at in starts])
         images = self.send(torch.from_numpy(numbers))
         how = None
-        if data.pad or data.flip:
-            drawn = [draws(loop.seed, step, first, last, data.pad, data.flip) for step in steps]
-            how = self.send(torch.cat(drawn))
+        if data.pad or data.flip or data.cutout:
+            size = self.config.size if data.cutout else 0
+            rows = (first, last, data.pad, data.flip, size)
+            how = self.send(torch.cat([draws(loop.seed, step, *rows) for step in steps]))
         pixels, labels = self._pixels["train"][images], self._labels["train"][images]
-        x = transform(pixels, how, data.pad, self._mean, self._std, self.dtype)
+        x = transform(pixels, how, data.pad, self._mean, self._std, self.dtype, data.cutout)
         parts = zip(x.split(last - first), labels.split(last - first), strict=True)
         return dict(zip(steps, parts, strict=True))
 
