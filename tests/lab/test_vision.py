@@ -462,7 +462,8 @@ def test_published_and_short_recipes_say_what_they_say() -> None:
     assert (published.loop.epochs, published.loop.batch_size) == (200, 128)
     assert published.schedule.shape == "multistep"
     short = recipes.make("cifar10-resnet18-short")
-    assert (short.schedule.shape, short.loop.epochs) == ("onecycle", 30)
+    assert (short.schedule.shape, short.loop.epochs) == ("onecycle", 40)
+    assert (short.data.cutout, published.data.cutout) == (12, 0)
     assert short.optimizer.options == FLATTEN
     assert isinstance(build(tasks.of(short).miniature(), short.optimizer), mars.MARS)
 

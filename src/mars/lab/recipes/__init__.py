@@ -53,7 +53,7 @@ RECIPES: dict[str, Recipe] = {
         "ResNet-18 on CIFAR-10, 200 epochs as published", vision.maker("cifar10", "resnet18")
     ),
     "cifar10-resnet18-short": Recipe(
-        "the same in 30 epochs, one cycle", vision.maker("cifar10", "resnet18", short=True)
+        "the same in 40 epochs, one cycle", vision.maker("cifar10", "resnet18", short=True)
     ),
     "cifar100-resnet18": Recipe(
         "ResNet-18 on CIFAR-100, 200 epochs", vision.maker("cifar100", "resnet18")
