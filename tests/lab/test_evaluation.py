@@ -20,7 +20,7 @@ from mars.lab.cli import main
 from mars.lab.data import tokenizer
 from mars.lab.errors import LabError
 from mars.lab.evaluation import prompts
-from mars.lab.evaluation.command import EvalArgs, Lines, eval_command
+from mars.lab.evaluation.command import EvalArgs, Lines, _names, eval_command
 from mars.lab.evaluation.metrics import Result, average, difference, result, standard_error
 from mars.lab.evaluation.scoring import Score, Scorer
 from mars.lab.evaluation.table import table
@@ -385,3 +385,11 @@ def test_without_lm_eval_and_without_data_it_says_what_to_do(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert main(["eval", str(place / "one"), "--tasks", "piqa", "--device", "cpu"]) == 1
     assert 'pip install ".[eval]", or evaluate local files' in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_called_by_its_run_too() -> None:
+    assert _names(("runs/a", "runs/b")) == ["a", "b"]
+    steps = ("runs/a/checkpoints/step-00000100", "b/checkpoints/step-00000060")
+    assert _names(steps) == ["a/step-00000100", "b/step-00000060"]
+    assert _names(("x/a", "y/a")) == ["x/a", "y/a"]
+    assert _names((".",)) == ["."]

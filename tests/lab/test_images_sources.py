@@ -147,6 +147,17 @@ def test_a_damaged_zip_is_refused(tmp_path: Path) -> None:
             open_images(str(tmp_path / name), "train")
 
 
+def test_a_flipped_bit_in_a_packed_tar_is_refused(tmp_path: Path) -> None:
+    """Wherever it is: most lie in pixels, where nothing but gzip's checksum can tell."""
+    good = tar(tmp_path / "good.tar.gz", Cifar().binary()).read_bytes()
+    for place in range(40, len(good), len(good) // 25):
+        flipped = bytearray(good)
+        flipped[place] ^= 4
+        (tmp_path / "flipped.tar.gz").write_bytes(bytes(flipped))
+        with pytest.raises(LabError, match=r"flipped.tar.gz .*damaged"):
+            open_images(str(tmp_path / "flipped.tar.gz"), "train")
+
+
 def test_links_in_a_tar_lead_nowhere(tmp_path: Path) -> None:
     files = Cifar().binary()
     with tarfile.open(tmp_path / "it.tar", "w") as packed:
@@ -221,7 +232,7 @@ def test_wrong_pictures_are_refused(tmp_path: Path) -> None:
 
     other = picture(np.zeros((6, 7, 3), np.uint8))
     refused({"valid/dog/0.png": other}, r"valid/dog/0.png of .* is 7×6, others 6×6: bring all to")
-    refused({"train/dog/1.png": b"text"}, r"train/dog/1.png of .* is no picture, or is damaged")
+    refused({"train/dog/1.png": b"text"}, r"damaged: cannot identify image file$")
     cut = files["train/dog/1.png"][:-30]
     refused({"train/dog/1.png": cut}, r"train/dog/1.png of .* is no picture, or is damaged")
     refused({"valid/emu/0.png": files["valid/dog/0.png"]}, "'emu', a class that train/ lacks")

@@ -57,6 +57,13 @@ ITEMS: list[tuple[str, str, list[str], int]] = [
     ("Ice melts.", "What melts", ["ice", "icy", "stone", "snow in the sun"], 3),
     ("Birds fly.", "What flies", ["birds", "fish", "stones", "trees"], 1),
     ("Fire burns.", "What burns", ["fire", "rain", "paper", "ash"], 2),
+    # As WikiHow's part of HellaSwag has it.
+    (
+        "Salt.",
+        "How to [salt] it [title] Begin",
+        ["at [home] once", "[step] now", "no  [x]", "y"],
+        0,
+    ),
 ]
 # Choices of many lengths, in characters and in bytes: `acc_norm` must divide by the right one.
 ANSWERS = [
@@ -74,6 +81,7 @@ for seed in range(24):
     ITEMS.append((f"Fact {seed}.", f"Which {seed}", [ANSWERS[i] for i in order[:4]], seed % 4))
 ORIGINAL = {
     "arc_easy": "arc/arc_easy.yaml",
+    "arc_challenge": "arc/arc_challenge.yaml",
     "hellaswag": "hellaswag/hellaswag.yaml",
     "boolq": "super_glue/boolq/default.yaml",
     "openbookqa": "openbookqa/openbookqa.yaml",
@@ -93,8 +101,10 @@ def theirs(task: str, passage: str, query: str, choices: list[str], label: int) 
     text = f"{passage.strip()} {query.strip()} {choices[label].split()[-1]}"
     lettered = {"label": list("ABCD"), "text": choices}
     two = {"sol1": choices[0], "sol2": choices[1], "label": label % 2}
+    arc = {"question": query, "choices": lettered, "answerKey": "ABCD"[label]}
     return {
-        "arc_easy": {"question": query, "choices": lettered, "answerKey": "ABCD"[label]},
+        "arc_easy": arc,
+        "arc_challenge": arc,
         "hellaswag": {
             "activity_label": "Doing things", "ctx_a": f"{query} is asked.", "ctx_b": "he then",
             "endings": choices, "label": str(label),
@@ -127,8 +137,7 @@ def ours(task: str, passage: str, query: str, choices: list[str], label: int) ->
     """The same item as our JSONL has it."""
     item: dict[str, Any] = {"query": query, "choices": choices, "label": label}
     if task == "hellaswag":
-        item["query"] = f"Doing things: {query} is asked. he then".replace("  ", " ")
-        item["choices"] = [choice.strip() for choice in choices]
+        item["query"] = f"Doing things: {query} is asked. he then"
     elif task == "boolq":
         item |= {"passage": passage, "choices": ["no", "yes"], "label": label % 2}
     elif task == "piqa":
@@ -175,8 +184,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def their_tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """lm-eval's own tasks, on local files with the fields of the original data."""
+def manager(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """lm-eval's own tasks, on local files with the fields of the original data, and a group."""
     import datasets
     import lm_eval.tasks
 
@@ -198,8 +207,15 @@ def their_tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                 "algebra.\n\n"
             )
         (folder / f"local_{task}.yaml").write_text(json.dumps(settings))
-    manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
-    return manager.load([f"local_{task}" for task in ORIGINAL])["tasks"]
+    pair = {"group": "local_pair", "task": ["local_arc_easy", "local_piqa"]}
+    (folder / "local_pair.yaml").write_text(json.dumps(pair))
+    return lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
+
+
+@pytest.fixture(scope="module")
+def their_tasks(manager: Any) -> dict[str, Any]:
+    found: dict[str, Any] = manager.load([f"local_{task}" for task in ORIGINAL])["tasks"]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +305,45 @@ def test_lm_evals_evaluator_with_our_model_gives_our_numbers(
             np.testing.assert_allclose(r.values[metric], own.values[metric], rtol=1e-5, atol=1e-4)
             assert r.error(metric) == pytest.approx(own.error(metric), rel=1e-4)
         assert r.chance == pytest.approx(own.chance)
+
+
+def test_a_group_has_the_items_of_its_tasks_and_little_is_said(
+    loaded: Loaded,
+    by_us: dict[str, Result],
+    manager: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """MMLU has 57 of them: 57 bars for each checkpoint, and git's complaint, hid the table."""
+    monkeypatch.chdir(tmp_path)  # which is no git repository
+    monkeypatch.setattr(harness, "task_manager", lambda: manager)
+    (found,) = harness.evaluate(Scorer(loaded.model, loaded.words), ["local_pair"], None)
+    parts = [by_us["arc_easy"].values["acc"], by_us["piqa"].values["acc"]]
+    np.testing.assert_array_equal(found.values["acc"], np.concatenate(parts))
+    assert set(found.groups) == {"local_arc_easy", "local_piqa"}
+    assert capfd.readouterr().err == "lm-eval looks for its tasks and their data\n"
+
+
+def test_what_is_not_the_networks_fault_is_not_put_down_to_it(
+    loaded: Loaded, manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lm_eval.evaluator
+
+    monkeypatch.setattr(harness, "task_manager", lambda: manager)
+    scorer = Scorer(loaded.model, loaded.words)
+    for error, words in (
+        (ConnectionError("Couldn't reach x on the Hub"), "needs a network once"),
+        (ValueError("Couldn't find cache for x"), "needs a network once"),
+        (ValueError("a wrong value"), r"lm-eval refuses local_piqa: a wrong value"),
+    ):
+
+        def refuse(raised: Exception = error, **_: Any) -> None:
+            raise raised
+
+        monkeypatch.setattr(lm_eval.evaluator, "simple_evaluate", refuse)
+        with pytest.raises(LabError, match=words):
+            harness.evaluate(scorer, ["local_piqa"], None)
 
 
 def test_rolling_and_generation_are_those_of_transformers(loaded: Loaded, exported: Path) -> None:

@@ -330,3 +330,11 @@ def test_other_crops_are_not_comparable(tmp_path: Path) -> None:
         summary = summarise(load([tmp_path]))
         (odd,) = [e for e in summary.entries if e.incomparable]
         assert odd.incomparable == f"crops and flips {words} (not 4 pixels, yes)"
+
+
+def test_a_run_of_another_kind_is_told_in_few_words(tmp_path: Path) -> None:
+    logs.vision(tmp_path / "a", seeds=2, names=["adamw", "muon"])
+    logs.race(tmp_path / "b", seeds=1, names=["lion"])
+    (odd,) = [e for e in summarise(load([tmp_path])).entries if e.incomparable]
+    assert "a model of another kind" in str(odd.incomparable)
+    assert "model." not in str(odd.incomparable)

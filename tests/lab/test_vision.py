@@ -34,6 +34,7 @@ from mars.lab.log import read
 from mars.lab.muon import Muon
 from mars.lab.optimizers import REGISTRY, build
 from mars.lab.race import FIELD, RaceArgs, plan
+from mars.lab.recipes.vision import NETWORKS
 from mars.lab.report import read_rates
 from mars.lab.report.rates import from_grid
 from mars.lab.train import prepare, read_config, train
@@ -457,15 +458,32 @@ def test_the_final_line_has_the_accuracy_and_sampling_is_refused_in_one_line(
     assert "trains on images" in capsys.readouterr().err
 
 
-def test_published_and_short_recipes_say_what_they_say() -> None:
-    published = recipes.make("cifar10-resnet18", "mars-adamw-2d")
+@pytest.mark.parametrize(("data", "arch"), [network[:2] for network in NETWORKS])
+def test_published_and_short_recipes_say_what_they_say(data: str, arch: str) -> None:
+    published = recipes.make(f"{data}-{arch}", "mars-adamw-2d")
     assert (published.loop.epochs, published.loop.batch_size) == (200, 128)
-    assert published.schedule.shape == "multistep"
-    short = recipes.make("cifar10-resnet18-short")
-    assert (short.schedule.shape, short.loop.epochs) == ("onecycle", 40)
-    assert (short.data.cutout, published.data.cutout) == (12, 0)
-    assert short.optimizer.options == FLATTEN
+    assert (published.schedule.shape, published.optimizer.weight_decay) == ("multistep", 5e-4)
+    assert isinstance(published.model, ImageModel)
+    assert (published.model.arch, published.model.label_smoothing) == (arch, 0.0)
+    short = recipes.make(f"{data}-{arch}-short", "mars-adamw")
+    assert (short.loop.epochs, short.loop.batch_size) == (40, 128)
+    assert (short.schedule.shape, short.optimizer.options) == ("onecycle", FLATTEN)
+    assert isinstance(short.model, ImageModel)
+    assert short.model.label_smoothing == 0.1
+    for made, cutout in ((published, 0), (short, short.model.size * 3 // 8)):
+        assert isinstance(made.data, ImageData)
+        assert (made.data.pad, made.data.flip, made.data.cutout) == (4, True, cutout)
     assert isinstance(build(tasks.of(short).miniature(), short.optimizer), mars.MARS)
+
+
+def test_the_authors_rule_gives_mars_the_last_layer_alone() -> None:
+    for recipe in ("cifar10-resnet18", "cifar10-resnet18-short"):
+        own = recipes.make(recipe, "mars-adamw-2d")
+        model = tasks.of(own).model(None)
+        by_mars = [
+            n for n, rule in routed(build(model, own.optimizer), model).items() if "mars" in rule
+        ]
+        assert by_mars == ["fc.weight"]
 
 
 def test_two_processes_share_the_images_and_agree(tmp_path: Path) -> None:

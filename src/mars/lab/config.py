@@ -387,8 +387,8 @@ def read_config(path: Path) -> Run:
         return check(from_json(json.loads(path.read_text())))
     except (OSError, ValueError, LabError) as error:
         raise LabError(
-            f"{path} is no configuration of a run: {error} (restore it; or remove it, and give "
-            "the command that began the run)"
+            f"{path} is no configuration of a run: {error} (restore it; or, if it is a run's, "
+            "remove it, and give the command that began the run)"
         ) from error
 
 

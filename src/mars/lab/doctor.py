@@ -64,7 +64,7 @@ class DoctorArgs:
 
 def doctor_command(args: DoctorArgs) -> None:
     """Print the findings; a LabError at the end names what is needed and broken."""
-    device = choose_device(args.device)
+    device = choose_device(args.device, option="--device")
     broken: list[str] = []
     missing: list[str] = []
     parts: list[tuple[str, Iterator[str]]] = [

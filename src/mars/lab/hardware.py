@@ -25,29 +25,32 @@ USUAL_MEMORY = 80 * 2**30  # of a GPU that is planned for, but not here
 ACTIVATION_SHARE = 0.4  # of a GPU's memory, at most
 
 
-def choose_device(name: str, local_rank: int | None = None) -> torch.device:
+def choose_device(
+    name: str, local_rank: int | None = None, *, option: str = "loop.device"
+) -> torch.device:
     """The device of a name; ``auto`` is the first GPU, or the CPU.
 
-    Of several processes on a machine, each takes the GPU of its ``local_rank``.
+    Of several processes on a machine, each takes the GPU of its ``local_rank``. Errors name the
+    ``option`` that has asked for it.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if local_rank is not None and name.startswith("cuda:"):
-        raise LabError(f"loop.device is {name}: under torchrun each process takes its own GPU")
+        raise LabError(f"{option} is {name}: under torchrun each process takes its own GPU")
     if local_rank is not None and name == "cuda":
         name = f"cuda:{local_rank}"
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise LabError(f"loop.device {name!r} is unknown: auto, cpu, cuda or cuda:1") from error
+        raise LabError(f"{option} {name!r} is unknown: auto, cpu, cuda or cuda:1") from error
     if device.type not in ("cpu", "cuda"):
-        raise LabError(f"loop.device {name!r} is unknown: auto, cpu, cuda or cuda:1")
+        raise LabError(f"{option} {name!r} is unknown: auto, cpu, cuda or cuda:1")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise LabError(f"loop.device is {name}, but torch {torch.__version__} sees no GPU here")
+        raise LabError(f"{option} is {name}, but torch {torch.__version__} sees no GPU here")
     if device.type == "cuda" and local_rank is not None:
         _check_enough(torch.cuda.device_count())
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise LabError(f"loop.device is {name}, but there are {torch.cuda.device_count()} GPUs")
+        raise LabError(f"{option} is {name}, but there are {torch.cuda.device_count()} GPUs")
     return device
 
 

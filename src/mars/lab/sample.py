@@ -50,7 +50,7 @@ class SampleArgs:
 def sample_command(args: SampleArgs) -> None:
     """Print what the model makes of the prompt, as it makes it."""
     _check(args)
-    device = hardware.choose_device(args.device)
+    device = hardware.choose_device(args.device, option="--device")
     loaded = load(args.run, args.checkpoint, device)
     model, words = loaded.model, loaded.words
     prompt = start(words, args.prompt)

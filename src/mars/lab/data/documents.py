@@ -6,6 +6,7 @@ packed by gzip (.gz) or, but for .parquet, zstandard (.zst).
 
 from __future__ import annotations
 
+import difflib
 import glob
 import gzip
 import io
@@ -17,6 +18,9 @@ from typing import IO, Any, Protocol
 
 from mars.lab.data.tokenizers import last_border
 from mars.lab.errors import LabError
+
+# What `mars data` fetches by these names: text from the Hugging Face hub, images from their makers.
+NAMED = ("openwebtext", "fineweb-edu", "cifar10", "cifar100", "tiny-imagenet")
 
 TEXT = (".txt", ".md", ".rst", ".text")
 LINES = (".jsonl", ".ndjson")
@@ -124,10 +128,9 @@ def local_files(source: str) -> list[Path]:
     names = sorted(glob.glob(str(path), recursive=True))
     found = [Path(name) for name in names if Path(name).is_file()]
     if not found:
-        raise LabError(
-            f"no such file: {source}; datasets of the Hugging Face hub are 'openwebtext', "
-            "'fineweb-edu' or 'hf:org/name[:config[:split]]'"
-        )
+        near = difflib.get_close_matches(source.lower(), NAMED, 1)
+        hint = f"did you mean {near[0]}?" if near else f"by name there are {', '.join(NAMED)}"
+        raise LabError(f"no such file: {source}; {hint}, and hf:org/name[:config[:split]]")
     return found
 
 

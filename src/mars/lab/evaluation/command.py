@@ -55,7 +55,7 @@ class EvalArgs:
 def eval_command(args: EvalArgs) -> list[list[Result]]:
     """Evaluate, print the table, write the file."""
     _check(args)
-    device = hardware.choose_device(args.device)
+    device = hardware.choose_device(args.device, option="--device")
     names = names_of(args.tasks) if args.tasks is not None else None
     tasks = open_tasks(args.data, names, args.limit) if args.data else None
     results, notes = [], []
@@ -101,12 +101,17 @@ def _check(args: EvalArgs) -> None:
             raise LabError(f"{name.replace('_', '-')} must be 1 or more, it is {value}")
     if args.out is not None and not Path(args.out).resolve().parent.is_dir():
         raise LabError(f"{args.out}: the folder {Path(args.out).parent} does not exist")
+    if args.out is not None and Path(args.out).is_dir():
+        raise LabError(f"--out {args.out} is a folder: name a file in it")
 
 
 def _names(runs: tuple[str, ...]) -> list[str]:
-    """Short names, if they tell the runs apart."""
-    short = [Path(run).name or run for run in runs]
-    return short if len(set(short)) == len(runs) else list(runs)
+    """Short names, if they tell the runs apart; of a checkpoint with its run's."""
+    short = []
+    for path in map(Path, runs):
+        run = path.parent.parent if path.parent.name == "checkpoints" else path
+        short.append(path.name if run == path or not run.name else f"{run.name}/{path.name}")
+    return short if len(set(short)) == len(runs) and all(short) else list(runs)
 
 
 def _note(name: str, own: list[Result], scorer: Scorer, seconds: float) -> str:

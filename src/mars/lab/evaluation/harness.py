@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -99,18 +100,44 @@ def evaluate(
         if isinstance(task, str) and task not in known:
             raise LabError(f"lm-eval knows no task {task!r}: `lm_eval ls tasks` lists them")
     try:
-        found = simple_evaluate(
-            model=model, tasks=list(tasks), limit=limit, bootstrap_iters=0, log_samples=True,
-            task_manager=manager,
-        )  # fmt: skip
-    except (OSError, ValueError) as error:  # datasets has many ways to say that there is no network
+        with _quiet():
+            found = simple_evaluate(
+                model=model, tasks=list(tasks), limit=limit, bootstrap_iters=0, log_samples=True,
+                task_manager=manager,
+            )  # fmt: skip
+    except (OSError, ValueError) as error:
         said = ", ".join(str(task) for task in tasks)
         first = str(error).strip().split("\n")[0][:120]
-        raise LabError(OFFLINE.format(tasks=said, error=first)) from error
+        # datasets has many ways to say that there is no network, some of them ValueErrors.
+        if isinstance(error, OSError) or "couldn't" in first.lower():
+            raise LabError(OFFLINE.format(tasks=said, error=first)) from error
+        raise LabError(f"lm-eval refuses {said}: {first}") from error
     assert found is not None
     groups = found.get("group_subtasks", {})
     names = [task if isinstance(task, str) else task.config.task for task in tasks]
     return [_result(name, _leaves(name, groups), found["samples"]) for name in names]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without a bar for every part of a task, for we have one; and without what git may say."""
+    import datasets
+    from lm_eval import evaluator
+    from lm_eval.api import task
+
+    datasets.disable_progress_bars()
+    theirs: list[tuple[Any, str, Any]] = [
+        (task, "tqdm", lambda items, **_: items),
+        (evaluator, "get_git_commit_hash", lambda: None),  # of the directory we are in
+    ]
+    kept = [getattr(module, name) for module, name, _ in theirs]
+    for module, name, ours in theirs:
+        setattr(module, name, ours)
+    try:
+        yield
+    finally:
+        for (module, name, _), value in zip(theirs, kept, strict=True):
+            setattr(module, name, value)
 
 
 def _leaves(name: str, groups: dict[str, list[str]]) -> list[str]:

@@ -14,6 +14,7 @@ Pair = tuple[str, str]
 Record = dict[str, Any]
 
 LETTERS = "ABCDEFGHIJ"
+_BRACKETS = re.compile(r"\[.*?\]")
 _END_OF_SENTENCE = re.compile(r"[.!?:][\"')]*( +|$)")
 
 
@@ -43,7 +44,7 @@ def question(r: Record) -> list[Pair]:
 
 
 def hellaswag(r: Record) -> list[Pair]:
-    return choices_after(capitalised(r["query"]), r["choices"])
+    return choices_after(cleaned(capitalised(r["query"])), [cleaned(c) for c in r["choices"]])
 
 
 def boolq(r: Record) -> list[Pair]:
@@ -96,6 +97,16 @@ def capitalised(query: str) -> str:
     breaks = list(_END_OF_SENTENCE.finditer(query))
     start = breaks[-1].end() if breaks else 0  # the end, where the last sentence is finished
     return query[:start] + query[start : start + 1].upper() + query[start + 1 :]
+
+
+def cleaned(text: str) -> str:
+    """Without the marks of WikiHow and what else is in brackets, as lm-eval has HellaSwag.
+
+    >>> cleaned("How to bake [title] Mix it [step] in a [large] bowl. ")
+    'How to bake. Mix it in a bowl.'
+    """
+    text = _BRACKETS.sub("", text.strip().replace(" [title]", ". "))
+    return text.replace("  ", " ")
 
 
 WITH_PASSAGE = ("passage", "query", "choices", "label")

@@ -150,7 +150,8 @@ def _decode(tree: Tree, name: str, size: tuple[int, ...] | None) -> Bytes:
     except LabError:
         raise
     except Exception as error:  # a damaged picture can raise anything
-        raise LabError(f"{name} of {tree.source} is no picture, or is damaged: {error}") from error
+        why = str(error).partition(" <_io")[0]  # the name of an object says nothing
+        raise LabError(f"{name} of {tree.source} is no picture, or is damaged: {why}") from error
 
 
 def _pillow(source: str) -> Any:

@@ -91,6 +91,11 @@ def _tar(path: Path) -> dict[str, bytes]:
                 file = packed.extractfile(member)
                 assert file is not None
                 content[member.name.removeprefix("./")] = file.read()
+            # tarfile stops at its own end; gzip's checksum of everything lies behind that.
+            while more := packed.fileobj.read(1 << 20) if packed.fileobj else b"":
+                room -= len(more)
+                if room < 0:
+                    raise LabError(f"{path} goes on after its end: it is damaged")
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         lines = str(error).splitlines()  # tarfile lists all that it tried
         why = f" ({lines[0]})" if len(lines) == 1 else ""

@@ -49,20 +49,14 @@ RECIPES: dict[str, Recipe] = {
         "a CNN of 38 thousand parameters on handwritten digits, embedded: seconds on a CPU",
         vision.digits_cnn,
     ),
-    "cifar10-resnet18": Recipe(
-        "ResNet-18 on CIFAR-10, 200 epochs as published", vision.maker("cifar10", "resnet18")
-    ),
-    "cifar10-resnet18-short": Recipe(
-        "the same in 40 epochs, one cycle", vision.maker("cifar10", "resnet18", short=True)
-    ),
-    "cifar100-resnet18": Recipe(
-        "ResNet-18 on CIFAR-100, 200 epochs", vision.maker("cifar100", "resnet18")
-    ),
-    "cifar10-vit": Recipe("a small ViT on CIFAR-10, 200 epochs", vision.maker("cifar10", "vit")),
-    "tiny-imagenet-resnet18": Recipe(
-        "ResNet-18 on tiny ImageNet (64×64, 200 classes), 200 epochs",
-        vision.maker("tiny-imagenet", "resnet18"),
-    ),
+    **{
+        f"{data}-{arch}{suffix}": Recipe(f"{about}, {how}", vision.maker(data, arch, short=short))
+        for suffix, short, how in (
+            ("", False, f"{vision.EPOCHS} epochs, a tenth of the rate twice"),
+            ("-short", True, f"{vision.SHORT_EPOCHS} epochs, one cycle"),
+        )
+        for data, arch, about in vision.NETWORKS
+    },
 }
 
 

@@ -108,5 +108,7 @@ def _sha(part: object) -> str:
 
 def _model_contrast(mine: str, theirs: str) -> str:
     own, other = flatten(json.loads(mine)), flatten(json.loads(theirs))
+    if not own.keys() & other.keys():
+        return "a model of another kind"
     keys = [k for k in dict.fromkeys([*own, *other]) if own.get(k) != other.get(k)]
     return ", ".join(f"model.{k} {own.get(k)} (not {other.get(k)})" for k in keys) or "model"
