@@ -184,6 +184,8 @@ def test_a_race_is_stopped_and_goes_on(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "the same command goes on" in out
+    assert err.count("stopping: runs in progress are saved") == 1
+    assert "will save" not in err  # what a run answers who sits before it alone
     ends = [read(log.parent)[-1] for log in (tmp_path / "race").glob("*/log.jsonl")]
     assert [end["status"] for end in ends] == ["stopped", "stopped"]
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
