@@ -231,7 +231,7 @@ def grid_of(summary: Summary, about: dict[str, Any]) -> dict[str, Any]:
 
 def tell(args: RaceArgs, directory: Path, jobs: list[Job], about: dict[str, Any]) -> None:
     """The table, and the page."""
-    from mars.lab.report import load, summarise, table, write
+    from mars.lab.report import fit, load, summarise, table, write
 
     here = [directory / job.name for job in jobs if (directory / job.name / "log.jsonl").exists()]
     if not here:
@@ -240,7 +240,7 @@ def tell(args: RaceArgs, directory: Path, jobs: list[Job], about: dict[str, Any]
     grid = recipes.rates(about["recipe"])
     known = grid if grid["optimizers"] and len(args.rates) == 1 else None
     summary = summarise(runs, baseline=about["baseline"], rates=known)
-    sys.stdout.write("\n" + table(summary) + "\n")
+    sys.stdout.write("\n" + table(summary, fit.room()) + "\n")
     measured = {s.optimizer["name"] for s in settings.read() if s.recipe == about["recipe"]}
     for name in about["optimizers"]:
         if known and name not in measured:
