@@ -14,7 +14,8 @@ from mars import MARS
 from mars.bench.candidates import Candidate, candidates
 from mars.bench.cli import main
 from mars.bench.measure import Run, Tensors, measure
-from mars.bench.rows import Settings, rows_of, selected
+from mars.bench.report import table
+from mars.bench.rows import Row, Settings, rows_of, selected
 from mars.bench.shapes import PARAMETER_SETS, Shape, gpt
 
 CPU = torch.device("cpu")
@@ -91,6 +92,32 @@ def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hidden matrices only: skipped: no hidden matrices here" in lines
     assert 'matrix_rule="2d"' in printed.out  # the convolution's footnote
     assert "toy  mars-lion foreach: " in printed.err
+
+
+def test_the_table_fits_a_narrow_terminal() -> None:
+    """All columns, as on a GPU; nothing is lost, and a long reason is told once, below."""
+    reason = "`fused=True` is not possible for a parameter: on cpu: it needs a CUDA device"
+    times = {"ms": 12.967, "ratio": 1.0, "gpu_ms": 11.8, "gpu_ratio": 1.25}
+    sizes = {"state": 8.0, "floor": 28.0, "bandwidth": 2.5e12, "of_copy": 0.87, "extra": 3 << 20}
+    rows = [
+        Row("toy", "torch AdamW fused + clip_grad_norm_", "all", **times, **sizes),
+        Row("toy", "one", "all", skipped=reason),
+        Row("toy", "other", "all", skipped=reason),
+        Row("toy", "third", "all", skipped="it is not installed"),
+    ]
+    settings = Settings(CPU, torch.float32, 2, 0.1, 1e9)
+    wide, narrow = (table(rows, settings, room) for room in (None, 80))
+    lines = narrow.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert set(wide.split()) - set(narrow.split()) == set()
+    assert [" ".join(line.split()) for line in lines if line.startswith("all parameters ")] == [
+        "all parameters ms/step ratio GPU ms GPU ratio state",
+        "all parameters floor GB/s of copy extra MiB",
+    ]
+    for name, said in (("one", "[1]"), ("other", "[1]"), ("third", "it is not installed")):
+        (line,) = [line for line in lines if line.startswith(f"{name} ")]
+        assert line.endswith(said)
+    assert narrow.count("needs a CUDA device") == 1
 
 
 def test_what_fails_is_a_row_and_stops_nobody() -> None:

@@ -102,8 +102,10 @@ SIGNALS = (
     fault(
         "SIGTERM, SIGINT (Ctrl-C)",
         "saves after the step, exit status 0; " + SAME,
-        "`SIGTERM at step …`, `the same command goes on from there`",
+        "`SIGTERM: will save after this step …`, then `the same command goes on from there`",
         "faults/test_processes.py::test_a_signal_saves_and_ends_with_success",
+        "faults/test_processes.py::test_ctrl_c_is_answered_beside_the_bar",
+        "faults/test_processes.py::test_ctrl_c_promises_no_save_where_there_is_none",
         "lab/test_loop.py::test_a_signal_saves_and_ends_cleanly",
         "lab/test_race.py::test_a_race_is_stopped_and_goes_on",
     ),

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 from nursery import Nursery, Process
-from runs import assert_alike, given, newest, set_length, steps, texts
+from runs import assert_alike, config, given, newest, set_length, steps, texts, written
 
 from mars.lab.log import read
 
 NEVER = 1_000_000
+PROMISE = "will save after this step and stop; Ctrl-C again stops without saving\n"
 
 
 def begun(process: Process, folder: Path) -> None:
@@ -44,7 +46,9 @@ def test_a_signal_saves_and_ends_with_success(
     last = read(folder)[-1]
     assert (last["kind"], last["status"]) == ("end", "stopped")
     assert newest(folder).name == f"step-{last['step']:08d}"  # not a step is lost
-    assert f"{number.name} at step {last['step']}" in ended.err
+    _, promised, then = ended.err.partition(f"{number.name}: {PROMISE}")
+    assert promised
+    assert then.endswith(f"{number.name} at step {last['step']}\n")
     assert "the same command goes on from there" in ended.out
     check_whole(mars, folder)
 
@@ -76,6 +80,7 @@ def test_a_second_ctrl_c_ends_at_once(mars: Nursery, tmp_path: Path) -> None:
     process.until((tmp_path / "held").exists)
     process.send(signal.SIGINT)
     process.until((tmp_path / "asked").exists)
+    process.until(lambda: process.err.read_text().endswith(f"SIGINT: {PROMISE}"))  # nothing saved
     process.send(signal.SIGINT)
     ended = process.wait()
     assert ended.code == 130, ended.err
@@ -83,6 +88,44 @@ def test_a_second_ctrl_c_ends_at_once(mars: Nursery, tmp_path: Path) -> None:
     assert "Traceback" not in ended.err
     assert not list(folder.glob("checkpoints/.tmp-*"))
     check_whole(mars, folder)
+
+
+def test_ctrl_c_promises_no_save_where_there_is_none(mars: Nursery, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    unsaved = config(folder, steps=NEVER).replace(keep={"save_every": None})
+    process = mars.start("train", written(unsaved))
+    process.until(lambda: "validation loss" in process.err.read_text())
+    process.send(signal.SIGINT)
+    ended = process.wait()
+    assert ended.code == 0, ended.err
+    assert "SIGINT: will stop after this step, without saving (keep.save_every" in ended.err
+    assert "begins again" in ended.out
+    assert not steps(folder)
+
+
+def test_ctrl_c_is_answered_beside_the_bar(mars: Nursery, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    reader, slave = os.openpty()
+    os.set_blocking(reader, False)
+    seen = bytearray()
+
+    def reads(what: bytes) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            seen.extend(os.read(reader, 100_000))
+        return what in seen
+
+    path = given(folder, steps=NEVER, eval_every=40)
+    process = mars.start("train", path, err=Path(os.ttyname(slave)))
+    process.until(lambda: reads(b"loss "))
+    process.send(signal.SIGINT)
+    process.until(lambda: reads(b"SIGINT at step"))
+    process.until(lambda: reads(b"\n") and "goes on from there" in process.out.read_text())
+    os.close(slave)
+    process.err = Path(os.devnull)
+    assert process.wait().code == 0
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode(errors="replace"))
+    lines = [line for part in shown.split("\n") for line in part.split("\r")]
+    assert lines.count(f"SIGINT: {PROMISE.strip()}") == 1
 
 
 def test_a_second_process_is_refused_and_the_first_not_disturbed(

@@ -14,12 +14,12 @@ import pytest
 import torch
 from miniature import run
 
-from mars.lab import arguments, pool, workers
+from mars.lab import arguments, pool, race, workers
 from mars.lab.cli import main
 from mars.lab.config import Run, to_json
 from mars.lab.errors import LabError
 from mars.lab.log import read
-from mars.lab.race import RaceArgs, plan
+from mars.lab.race import RaceArgs, origins, plan
 from mars.lab.report import load, summarise
 
 Capture = pytest.CaptureFixture[str]
@@ -69,6 +69,41 @@ def test_what_is_asked_for_counts_even_where_it_equals_the_recipes_value() -> No
     own = arguments.base_run("gpt-tiny", []).optimizer.lr  # of MARS-AdamW
     words = ("--optimizers", "adamw", "lion", "--seeds", "1", "--optimizer.lr", str(own))
     assert {r.optimizer.lr for r in jobs("gpt-tiny", *words).values()} == {own}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "said"),
+    [
+        ("gpt-tiny", [], None),
+        ("gpt-tiny", ["--loop.steps", "260"], None),
+        ("gpt-tiny", ["--loop.steps", "100"],
+         "! the rates were tuned with 5.0 times more tokens; "),
+        ("gpt-tiny", ["--loop.batch-size", "8", "--loop.steps", "1000"],
+         "! the rates were tuned in batches 2.0 times larger; "),
+        ("gpt-tiny", ["--optimizers", "adamw", "muon@0.5", "--loop.steps", "50"],
+         "! the rates of adamw were tuned with 10 times more tokens; "),
+        ("gpt-50m", ["--optimizers", "adamw", "muon"],
+         "! the rates of adamw were tuned with 3.0 times fewer tokens; "),
+        ("digits-cnn", ["--loop.epochs", "100"],
+         "! the rates were tuned with 5.0 times fewer images; "),
+        ("gpt2-small", ["--loop.steps", "9", "--schedule.warmup-steps", "1"], None),  # published
+    ],
+)  # fmt: skip
+def test_a_race_says_where_its_rates_were_tuned_on_other_runs(
+    recipe: str, words: list[str], said: str | None
+) -> None:
+    told = origins([pool.Job(name, run) for name, run in jobs(recipe, *words).items()])
+    assert told == ([] if said is None else [said + "a grid: --rates 0.25 0.5 1 2 4"])
+
+
+@pytest.mark.parametrize(("rates", "lines"), [(["1"], 1), (["0.5", "1"], 0)])
+def test_that_is_said_before_the_first_run_and_not_of_a_grid(
+    rates: list[str], lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(race, "run_all", lambda *_: None)  # as if somebody stopped it at once
+    words = ["--optimizers", "adamw", "--loop.steps", "9", "--keep.out", str(tmp_path / "race")]
+    assert main(["race", "gpt-tiny", *words, "--rates", *rates]) == 0
+    assert capsys.readouterr().err.count("were tuned with 56 times more tokens") == lines
 
 
 class Breaks(torch.optim.SGD):
@@ -184,6 +219,8 @@ def test_a_race_is_stopped_and_goes_on(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "the same command goes on" in out
+    assert err.count("stopping: runs in progress are saved") == 1
+    assert "will save" not in err  # what a run answers who sits before it alone
     ends = [read(log.parent)[-1] for log in (tmp_path / "race").glob("*/log.jsonl")]
     assert [end["status"] for end in ends] == ["stopped", "stopped"]
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
@@ -210,6 +247,7 @@ def test_a_race_from_the_command_line(tmp_path: Path, capsys: Capture) -> None:
     assert main(words) == 0
     captured = capsys.readouterr()
     assert "[4/4]" in captured.err
+    assert "tuned" not in captured.err
     runs = load([tmp_path / "race"])
     assert len(runs) == 4
     # The same first validation for all of a seed: same weights, same batches.

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -35,7 +36,7 @@ FORK = """
 import os, signal, time
 from mars.lab.signals import Interrupt
 ready, tell = os.pipe()
-with Interrupt() as interrupt:
+with Interrupt() as interrupt, interrupt.telling(lambda name: print("told", name)):
     child = os.fork()
     if child == 0:
         os.write(tell, b"!")
@@ -46,10 +47,23 @@ with Interrupt() as interrupt:
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), interrupt.asked)
 """
 
+# The main thread is in C, as in a backward pass: handlers in Python have to wait for it.
+BUSY = """
+import hashlib, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from mars.lab.signals import Interrupt
+with Interrupt() as interrupt, interrupt.telling(lambda name: print("told", name, flush=True)):
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000_000)
+    print("asked", interrupt.asked, flush=True)
+    signal.raise_signal(signal.SIGTERM)
+print("over", signal.set_wakeup_fd(-1))
+"""
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+
+def start(*arguments: str, program: str = LOOP) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", LOOP, *arguments],
+        [sys.executable, "-c", program, *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None
@@ -79,6 +93,14 @@ def test_a_further_ctrl_c_interrupts_at_once(first: signal.Signals) -> None:
     assert process.returncode == -signal.SIGINT
 
 
+def test_the_first_is_told_while_the_step_goes_on_and_no_other() -> None:
+    process = start(program=BUSY)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert out == "told SIGINT\nasked SIGINT\nover -1\n", err
+
+
 def test_what_the_parent_ignores_stays_ignored() -> None:
     process = start("ignored")
     process.send_signal(signal.SIGINT)
@@ -88,7 +110,7 @@ def test_what_the_parent_ignores_stays_ignored() -> None:
 
 
 def test_a_forked_worker_can_be_terminated() -> None:
-    """A data worker would inherit the handler and never end."""
+    """A data worker would inherit the handler and never end; the parent would tell its signals."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=20
     )

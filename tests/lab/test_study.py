@@ -19,12 +19,14 @@ from small_study import HERE, base, result
 from mars.lab.cli import main
 from mars.lab.errors import LabError
 from mars.lab.rundir import RunDirectory
-from mars.lab.study import Arm, Claim, Comparison, Study, command, stretch
+from mars.lab.study import Arm, Claim, Comparison, Study, command, stretch, variance_command
 from mars.lab.study import variance as v
 from mars.lab.study.planner import Stage, Wanted
 from mars.lab.study.questions import find
 from mars.lab.study.results import Results
 from mars.lab.study.variance_command import text, write
+from mars.lab.study.variance_kept import NAME as NAME_OF_KEPT
+from mars.lab.study.variance_kept import Kept
 
 Capture = pytest.CaptureFixture[str]
 
@@ -307,6 +309,70 @@ def test_averages_are_those_of_the_library() -> None:
         last = g
     own = averages.m[averages.keys.index((v.APPROXIMATE, 0.1, 0.9))]
     assert torch.allclose(own.view(2, 3), optimizer.state[x]["exp_avg"], atol=1e-6)
+
+
+def variance_here(monkeypatch: pytest.MonkeyPatch) -> v.Experiment:
+    """`mars study variance` on a small experiment, one trajectory at a time."""
+    e = replace(SMALL, seeds=3, betas=(0.95,), gammas=variance_command.GAMMAS)
+    monkeypatch.setattr(variance_command, "Experiment", lambda seeds: replace(e, seeds=seeds))
+    monkeypatch.setattr(variance_command, "cores", lambda: 1)
+    return e
+
+
+@pytest.mark.slow
+def test_variance_goes_on_after_ctrl_c_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    e = variance_here(monkeypatch)
+    words = ["study", "variance", "--seeds", "3", "--out"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main([*words, str(whole)]) == 0
+    assert not (whole / NAME_OF_KEPT).exists()
+    write = Kept.write
+
+    def interrupted(kept: Kept, looks: dict[v.Which, list[v.Look]], seconds: float) -> None:
+        monkeypatch.setattr(Kept, "write", write)
+        kept.write(looks, 1000.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Kept, "write", interrupted)
+    assert main([*words, str(parts)]) == 0
+    assert "the same command goes on from here" in capsys.readouterr().out
+    assert not (parts / "results.json").exists()
+    done = Kept(parts, e).read()
+    assert done is not None
+    assert 0 < len(done) < len(e.trajectories)
+    followed: list[v.Which] = []
+    submit = v.ProcessPoolExecutor.submit
+    monkeypatch.setattr(
+        v.ProcessPoolExecutor, "submit", lambda *a: (followed.append(a[3:]), submit(*a))[1]
+    )
+    assert main([*words, str(parts)]) == 0
+    assert f"goes on: {len(done)} trajectories are done" in capsys.readouterr().err
+    assert sorted([*followed, *done]) == sorted(e.trajectories)  # none twice
+    assert not (parts / NAME_OF_KEPT).exists()
+    assert (parts / "variance.md").read_bytes() == (whole / "variance.md").read_bytes()
+    rows = [json.loads((out / "results.json").read_text())["rows"] for out in (whole, parts)]
+    assert rows[0] == rows[1]
+
+
+def test_kept_trajectories_come_back_to_the_bit_and_only_where_they_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = {(1e-2, 4, 0): list(v.follow(SMALL, 1e-2, 4, 0))}
+    kept = Kept(tmp_path, SMALL)
+    assert kept.read() == {}
+    kept.write(looks, 2.0)
+    again = Kept(tmp_path, replace(SMALL, seeds=5))  # more seeds change none of the others
+    assert again.read() == looks
+    assert again.seconds == 2.0
+    assert Kept(tmp_path, replace(SMALL, steps=41)).read() is None
+    monkeypatch.setattr(torch, "__version__", "0.1")
+    assert Kept(tmp_path, SMALL).read() is None
+    monkeypatch.undo()
+    kept.path.write_text(kept.path.read_text()[:-9])
+    with pytest.raises(LabError, match="is damaged: remove it"):
+        kept.read()
 
 
 def test_the_variance_files(tmp_path: Path) -> None:

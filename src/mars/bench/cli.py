@@ -27,7 +27,7 @@ import torch
 from mars.bench.candidates import candidates
 from mars.bench.measure import WARM_UP, copy_bandwidth, release
 from mars.bench.picture import draw
-from mars.bench.report import device_name, machine, progress, say, table
+from mars.bench.report import device_name, machine, progress, room, say, table
 from mars.bench.rows import Row, Settings, rows_of, selected
 from mars.bench.shapes import PARAMETER_SETS
 
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             say(progress(row), error=True)
             here.append(row)
         rows += here
-        say("\n" + table(here, settings) + "\n")
+        say("\n" + table(here, settings, room()) + "\n")
         if args.out is not None:  # after each set: the next one may take the process down
             _write(args.out, facts, settings, rows)
 

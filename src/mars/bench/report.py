@@ -6,8 +6,10 @@ import datetime
 import importlib
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +18,8 @@ import torch
 from mars.bench.rows import Row, Settings
 from mars.bench.shapes import PARAMETER_SETS, Shape
 
+WIDTH = 110  # of prose
+TITLES = {"all": "all parameters", "hidden": "hidden matrices only"}
 STEADY = 0.3  # a relative spread above which the table doubts itself
 
 
@@ -46,22 +50,58 @@ COLUMNS = (
 )
 
 
-def table(rows: Sequence[Row], settings: Settings) -> str:
-    """The rows of one parameter set, and how to read them."""
+def room() -> int | None:
+    """Columns of the terminal; None where standard output is a pipe or a file."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def table(rows: Sequence[Row], settings: Settings, room: int | None = None) -> str:
+    """The rows of one parameter set, and how to read them; for a terminal with so many columns."""
     shapes = PARAMETER_SETS[rows[0].parameters]()
     columns = [c for c in COLUMNS if any(c.get(row) is not None for row in rows)]
-    width = 2 + max(len(row.name) for row in rows)
-    lines = [_headline(rows[0].parameters, shapes, settings), ""]
-    for on, title in (("all", "all parameters"), ("hidden", "hidden matrices only")):
+    width = max(len(text) for row in rows for text in (row.name, TITLES[row.on]))
+    lines = [_fold(_headline(rows[0].parameters, shapes, settings), room), ""]
+    why: dict[str, str] = {}  # reasons that have no room in their rows, and their marks
+    for on, title in TITLES.items():
         here = [row for row in rows if row.on == on]
         reasons = {row.skipped for row in here}
         if None not in reasons and len(reasons) == 1:
-            lines += [f"{title}: skipped: {_cut(here[0].skipped or '')}", ""]
+            lines += [_fold(f"{title}: skipped: {_cut(here[0].skipped or '')}", room), ""]
         elif here:
-            lines.append(f"{title:{width}s}" + "".join(f"{c.title:>10s}" for c in columns))
-            lines += [f"{row.name:{width}s}" + _cells(row, columns) for row in here]
-            lines.append("")
-    return "\n".join(lines + _footnotes(rows, shapes, settings))
+            for part in _parts(columns, rows, width, room):
+                lines.append(f"{title:{width}s}" + "".join(f"{c.title:>{w}s}" for c, w in part))
+                for row in here:
+                    if row.skipped is None:
+                        lines.append(f"{row.name:{width}s}" + _cells(row, part))
+                    elif part[0][0] is columns[0]:  # once is enough
+                        text = _skipped(row.skipped, width, room, why)
+                        lines.append(f"{row.name:{width}s}  {text}")
+                lines.append("")
+    notes = [f"{mark} {_cut(reason)}" for reason, mark in why.items()]
+    notes += _footnotes(rows, shapes, settings)
+    return "\n".join([*lines, *(_fold(note, room) for note in notes)])
+
+
+def _fold(text: str, room: int | None) -> str:
+    return textwrap.fill(text, min(room or WIDTH, WIDTH), subsequent_indent="  ")
+
+
+Part = list[tuple[Column, int]]  # columns of a table and how wide they are
+
+
+def _parts(
+    columns: Sequence[Column], rows: Sequence[Row], first: int, room: int | None
+) -> list[Part]:  # fmt: skip
+    """The columns, those beyond the room in a table of their own."""
+    parts: list[Part] = [[]]
+    for column in columns:
+        cells = (_cell(row, column) for row in rows if row.skipped is None)
+        width = 2 + max(map(len, (column.title, *cells)))
+        used = first + sum(w for _, w in parts[-1])
+        if room is not None and parts[-1] and used + width > room:
+            parts.append([])
+        parts[-1].append((column, width))
+    return parts
 
 
 def _headline(name: str, shapes: Sequence[Shape], settings: Settings) -> str:
@@ -76,11 +116,20 @@ def _headline(name: str, shapes: Sequence[Shape], settings: Settings) -> str:
     )
 
 
-def _cells(row: Row, columns: Sequence[Column]) -> str:
-    if row.skipped is not None:
-        return f"   skipped: {_cut(row.skipped)}"
-    values = ((column, column.get(row)) for column in columns)
-    return "".join(f"{'-' if v is None else format(v / c.unit, c.form):>10s}" for c, v in values)
+def _cells(row: Row, part: Part) -> str:
+    return "".join(f"{_cell(row, column):>{width}s}" for column, width in part)
+
+
+def _cell(row: Row, column: Column) -> str:
+    value = column.get(row)
+    return "-" if value is None else format(value / column.unit, column.form)
+
+
+def _skipped(reason: str, used: int, room: int | None, why: dict[str, str]) -> str:
+    text = f"skipped: {_cut(reason)}"
+    if room is None or used + 2 + len(text) <= room:
+        return text
+    return f"skipped {why.setdefault(reason, f'[{len(why) + 1}]')}"
 
 
 def _cut(text: str, limit: int = 80) -> str:
@@ -95,8 +144,8 @@ def _footnotes(rows: Sequence[Row], shapes: Sequence[Shape], settings: Settings)
         f"ms/step: median of {settings.repeat}, from idle to idle. ratio: to the first row "
         f"of the same parameters ({base or 'which failed'}).",
         "state: bytes a parameter. floor: bytes a parameter that the step has to move (read g, "
-        "read and write x and",
-        f"  each buffer). GB/s: floor by {timed}. of copy: of the {settings.copy / 1e9:.0f} GB/s "
+        "read and write x and "
+        f"each buffer). GB/s: floor by {timed}. of copy: of the {settings.copy / 1e9:.0f} GB/s "
         "that a large copy moves in this run.",
     ]
     if settings.device.type == "cuda":

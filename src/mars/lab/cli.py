@@ -48,7 +48,7 @@ def _train(words: list[str]) -> int:
     from mars.lab.parallel import own_rank
     from mars.lab.progress import Progress
     from mars.lab.recipes import RECIPES
-    from mars.lab.report import units
+    from mars.lab.report import fit, units
     from mars.lab.train import train
 
     command = shlex.join(["mars", "train", *words])
@@ -62,12 +62,13 @@ def _train(words: list[str]) -> int:
     )
     args = arguments.parse(arguments.TrainArgs, words, f"mars train {recipe}", about, default)
     # A run directory keeps its schedule; a recipe's warm-up shrinks with its steps.
-    fit = arguments.counted if Path(recipe).is_dir() else arguments.fitted
-    run = arguments.as_run(fit(args, base))
+    resolved = arguments.counted if Path(recipe).is_dir() else arguments.fitted
+    run = arguments.as_run(resolved(args, base))
     if recipe in RECIPES and not any("warmup" in word for word in words):
         run = arguments.extending(run)
     if args.dry_run:
-        sys.stdout.write(describe(run) + "\n" if own_rank() == 0 else "")
+        text = fit.fold(describe(run), fit.room(), "    ")
+        sys.stdout.write(text + "\n" if own_rank() == 0 else "")
         return 0
     if own_rank() > 0:
         train(run, command=command, extend=True)

@@ -75,6 +75,11 @@ class Progress(Shown):
         with contextlib.suppress(OSError):  # the terminal or the reader has gone; training has not
             self._show(record)
 
+    def answer(self, text: str) -> None:
+        """What follows a signal, while the step that it came in goes on."""
+        with contextlib.suppress(OSError):
+            self.say(text)
+
     def _show(self, record: dict[str, Any]) -> None:
         kind = record["kind"]
         if self.bar is not None and "step" in record:

@@ -24,6 +24,7 @@ from mars.lab.train import first_difference
 
 FIELD = ("adamw", "lion", "muon", "mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
 BASELINE = "adamw"
+GRID = "--rates 0.25 0.5 1 2 4"
 Asked = dict[str, dict[str, Any]]  # fields by part: what somebody wants for all
 
 
@@ -146,6 +147,26 @@ def _check_begun(jobs: list[Job], directory: Path) -> None:
             )
 
 
+def origins(jobs: list[Job]) -> list[str]:
+    """On which runs the recipe's rates were tuned, where those were quite other ones."""
+    found: dict[str, list[str]] = {}
+    entrants = {(job.run.optimizer.name, job.run.optimizer.lr): job.run for job in jobs}
+    for (name, lr), run in entrants.items():
+        if run.recipe not in recipes.RECIPES:
+            continue
+        own = settings.of_recipe(recipes.make(run.recipe, name))
+        if own is not None and own.lr == lr:
+            count, _, batch = settings.seen(run)
+            at = settings.compared(own, run.optimizer, tasks.of(run).parameters, count, batch)
+            if at.elsewhere:
+                found.setdefault(at.runs, []).append(name)
+    return [
+        f"! the rates{'' if len(names) == len(entrants) else ' of ' + ', '.join(names)} were tuned "
+        f"{runs}; a grid: {GRID}"
+        for runs, names in found.items()
+    ]
+
+
 def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
     """Run what has not been run yet, then tell and report."""
     moved = args.keep.out if args.keep.out != base.keep.out else None
@@ -153,6 +174,8 @@ def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
     jobs = plan(args, base, asked, directory)
     _check_optimizers(jobs)
     _check_begun(jobs, directory)
+    if len(args.rates) == 1:
+        sys.stderr.writelines(f"{line}\n" for line in origins(jobs))
     device = choose_device(args.loop.device)
     processes = args.jobs or (min(cores(), len(jobs)) if device.type == "cpu" else 1)
     threads = args.loop.threads or max(1, cores() // processes)
@@ -208,7 +231,7 @@ def grid_of(summary: Summary, about: dict[str, Any]) -> dict[str, Any]:
 
 def tell(args: RaceArgs, directory: Path, jobs: list[Job], about: dict[str, Any]) -> None:
     """The table, and the page."""
-    from mars.lab.report import load, summarise, table, write
+    from mars.lab.report import fit, load, summarise, table, write
 
     here = [directory / job.name for job in jobs if (directory / job.name / "log.jsonl").exists()]
     if not here:
@@ -217,11 +240,11 @@ def tell(args: RaceArgs, directory: Path, jobs: list[Job], about: dict[str, Any]
     grid = recipes.rates(about["recipe"])
     known = grid if grid["optimizers"] and len(args.rates) == 1 else None
     summary = summarise(runs, baseline=about["baseline"], rates=known)
-    sys.stdout.write("\n" + table(summary) + "\n")
+    sys.stdout.write("\n" + table(summary, fit.room()) + "\n")
     measured = {s.optimizer["name"] for s in settings.read() if s.recipe == about["recipe"]}
     for name in about["optimizers"]:
         if known and name not in measured:
-            sys.stdout.write(f"! the rate of {name} is not tuned; a grid: --rates 0.25 0.5 1 2 4\n")
+            sys.stdout.write(f"! the rate of {name} is not tuned; a grid: {GRID}\n")
     if len(args.rates) > 1:
         outcome = json.dumps(grid_of(summary, about), indent=1) + "\n"
         write_atomically(directory / "rates.json", outcome.encode())

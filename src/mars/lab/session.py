@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -32,6 +32,14 @@ TICK = 0.5  # seconds between signs of life
 EARLY = 4  # validations before the first regular one, at doubling distances
 PATIENCE = 25  # steps skipped in a row before a run is given up; fp16 finds its scale in fewer
 NOT_SAVED = 1000  # what processes tell each other besides numbers of signals: a save has failed
+
+
+@runtime_checkable
+class Shows(Protocol):
+    """A watcher in front of which somebody sits, and wants an answer to Ctrl-C at once."""
+
+    def answer(self, text: str) -> None:
+        """Called by another thread."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +101,12 @@ class Session:
 
     def run(self, interrupt: Interrupt) -> Outcome:
         loop = self.t.run.loop
-        asked = self._first_validation(interrupt) if self.t.step == 0 else 0
-        self.t.clock.start()
-        while self.t.step < loop.steps and not asked:
-            self._step()
-            asked = self._asked(interrupt)
+        with self._answering(interrupt):
+            asked = self._first_validation(interrupt) if self.t.step == 0 else 0
+            self.t.clock.start()
+            while self.t.step < loop.steps and not asked:
+                self._step()
+                asked = self._asked(interrupt)
         self.world.settle()
         self.t.clock.stop()
         status = "done" if self.t.step >= loop.steps else "stopped"
@@ -114,6 +123,22 @@ class Session:
             {"kind": "end", **self.t.position, "status": status, "valid": outcome.valid, **more}
         )
         return outcome
+
+    def _answering(self, interrupt: Interrupt) -> contextlib.AbstractContextManager[None]:
+        """Within it, who sits before the run is told at once what follows a signal."""
+        watch: object = self.watch
+        if self.log is None or not isinstance(watch, Shows):
+            return contextlib.nullcontext()
+        return interrupt.telling(lambda name: watch.answer(f"{name}: {self._promise()}"))
+
+    def _promise(self) -> str:
+        alone = self.world.mode is None
+        when = "this step" if alone else "the next step"  # the others hear of it one step later
+        if self.t.run.keep.save_every is None:
+            return f"will stop after {when}, without saving (keep.save_every is None)"
+        # torchrun does not pass a second Ctrl-C on.
+        again = "; Ctrl-C again stops without saving" if alone else ""
+        return f"will save after {when} and stop{again}"
 
     def _asked(self, interrupt: Interrupt) -> int:
         """The signal that any process got; all of them stop at the same step."""

@@ -20,7 +20,7 @@ import torch
 from mars.lab.config import Run
 from mars.lab.errors import LabError
 
-_asked: list[int] = []  # in a worker: signals that came while no run was in progress
+_asked: list[int] = []  # in a worker: signals that came while no run could answer them
 _busy = False  # in a worker: there is a run in progress
 _compiled: object = None  # in a worker: what its last run was compiled for
 
@@ -30,6 +30,11 @@ def begin() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: _asked.append(number))
     threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def asked() -> bool:
+    """In a worker: has somebody asked to stop what it does?"""
+    return bool(_asked)
 
 
 def _end_with_parent() -> None:

@@ -21,7 +21,7 @@ from mars.lab.evaluation.scoring import Scorer, Watch
 from mars.lab.evaluation.table import as_json, table
 from mars.lab.evaluation.tasks import Task, names_of, open_tasks
 from mars.lab.loading import load
-from mars.lab.report import units
+from mars.lab.report import fit, units
 from mars.lab.rundir import write_atomically
 
 
@@ -74,7 +74,8 @@ def eval_command(args: EvalArgs) -> list[list[Result]]:
         took = time.perf_counter() - began
         notes.append(_note(name, own, scorer, took))
         del loaded, scorer
-    sys.stdout.write(table(_names(args.runs), results) + "\n\n" + "\n".join(notes) + "\n")
+    shown = table(_names(args.runs), results, fit.room())
+    sys.stdout.write(shown + "\n\n" + "\n".join(notes) + "\n")
     if args.out is not None:
         write_atomically(Path(args.out), _text(args, tasks, results))
     return results

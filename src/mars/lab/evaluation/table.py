@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mars.lab.evaluation.metrics import Result, average, difference
+from mars.lab.report import fit
 
 Cells = list[str]
 Number = tuple[float, float | None]
@@ -24,12 +25,15 @@ def number(value: Number | None, *, sign: bool = False) -> str:
     return text if value[1] is None else f"{text} ± {100 * value[1]:.2f}"
 
 
-def table(names: Sequence[str], results: Sequence[Sequence[Result]]) -> str:
+def table(
+    names: Sequence[str], results: Sequence[Sequence[Result]], room: int | None = None
+) -> str:
     """A line a task; the first model, then others and how they differ from it.
 
     Args:
         names: of the models.
         results: of each model, the same tasks in the same order.
+        room: columns of the terminal, if it is one.
     """
     first, others = results[0], results[1:]
     head = ["task", "metric", "items", "chance", *names, *(f"{n} − first" for n in names[1:])]
@@ -47,7 +51,8 @@ def table(names: Sequence[str], results: Sequence[Sequence[Result]]) -> str:
         cells = [number(_average(own)) for own in results]
         cells += [number(_mean_difference(first, other), sign=True) for other in others]
         rows.append(["average", "", "", f"{100 * guessed:.2f}", *cells])
-    return _aligned(rows)
+    full = [row + [""] * (len(head) - len(row)) for row in rows]
+    return "\n\n".join(_aligned(part) for part in fit.blocks(full, room, labels=2))
 
 
 def _perplexity(r: Result) -> str:
@@ -70,11 +75,10 @@ def _mean_difference(a: Sequence[Result], b: Sequence[Result]) -> Number:
     return average([difference(one, other) for one, other in pairs])
 
 
-def _aligned(rows: list[Cells]) -> str:
-    full = [row + [""] * (len(rows[0]) - len(row)) for row in rows]
-    widths = [max(len(row[i]) for row in full) for i in range(len(rows[0]))]
+def _aligned(rows: fit.Rows) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
-    for row in full:
+    for row in rows:
         left = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
         right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
         lines.append("  ".join(left + right).rstrip())

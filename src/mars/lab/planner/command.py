@@ -18,6 +18,7 @@ from mars.lab.planner.gpus import find as find_gpu
 from mars.lab.planner.network import Cluster, check
 from mars.lab.planner.predict import Job
 from mars.lab.planner.steps import OPTIMIZERS, Form, Optimizer, Setting
+from mars.lab.report import fit
 
 BYTES = {"bf16": 2, "fp32": 4}
 
@@ -78,7 +79,7 @@ def plan_command(name: str | None, args: PlanArgs) -> None:
         raise UsageError(f"mars plan needs a model: {known}; or --validate")
     job = job_of(name, args)
     predictions = [predict.predict(job, optimizer) for optimizer in chosen(args.optimizer)]
-    sys.stdout.write(words.describe(job, predictions) + "\n")
+    sys.stdout.write(words.describe(job, predictions, fit.room()) + "\n")
     _write(args.json, {
         **predict.as_json(job, predictions),
         "answer": words.answer(job, predictions),

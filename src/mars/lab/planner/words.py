@@ -9,11 +9,15 @@ from mars.lab.planner import gpus
 from mars.lab.planner.predict import Job, Prediction, fits_from
 from mars.lab.planner.steps import OPTIMIZERS
 from mars.lab.planner.validate import LARGE, Compared
-from mars.lab.report import units
+from mars.lab.report import fit, units
 
 
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Aligned columns under a head; the first ``left`` ones to the left."""
+def table(rows: fit.Rows, left: int = 1, room: int | None = None) -> str:
+    """Aligned columns under a head; the first ``left`` ones to the left, and in every part."""
+    return "\n\n".join(_aligned(part, left) for part in fit.blocks(rows, room, left))
+
+
+def _aligned(rows: fit.Rows, left: int) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(
@@ -24,15 +28,16 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     )
 
 
-def describe(job: Job, predictions: Sequence[Prediction]) -> str:
-    """The whole text."""
+def describe(job: Job, predictions: Sequence[Prediction], room: int | None = None) -> str:
+    """The whole text, for a terminal with this many columns."""
+    assumed = "assumptions\n" + "\n".join(f"- {line}" for line in assumptions(job))
     parts = [
         headline(job),
-        f"memory of the fullest rank\n{_memory(job, predictions)}",
-        f"the optimizer's step\n{_optimizer(job, predictions)}",
-        f"a training step\n{_step(predictions)}",
-        answer(job, predictions),
-        "assumptions\n" + "\n".join(f"- {line}" for line in assumptions(job)),
+        f"memory of the fullest rank\n{_memory(job, predictions, room)}",
+        f"the optimizer's step\n{_optimizer(predictions, room)}",
+        f"a training step\n{_step(predictions, room)}",
+        fit.fold(answer(job, predictions), room),
+        fit.fold(assumed, room),
     ]
     return "\n\n".join(parts)
 
@@ -50,7 +55,7 @@ def headline(job: Job) -> str:
     )
 
 
-def _memory(job: Job, predictions: Sequence[Prediction]) -> str:
+def _memory(job: Job, predictions: Sequence[Prediction], room: int | None) -> str:
     head = ("", "parameters", "gradients", "state", "activations", "other", "peak", "")
     rows: list[Sequence[str]] = [head]
     for p in predictions:
@@ -60,7 +65,7 @@ def _memory(job: Job, predictions: Sequence[Prediction]) -> str:
             p.label, *map(units.size, (m.parameters, m.gradients, m.state, m.activations, other)),
             units.size(m.peak), verdict(job, p),
         ))  # fmt: skip
-    return table(rows)
+    return table(rows, room=room)
 
 
 def verdict(job: Job, p: Prediction) -> str:
@@ -69,7 +74,7 @@ def verdict(job: Job, p: Prediction) -> str:
     return f"does not fit: {units.size(-p.room_bytes)} too much"
 
 
-def _optimizer(job: Job, predictions: Sequence[Prediction]) -> str:
+def _optimizer(predictions: Sequence[Prediction], room: int | None) -> str:
     head = (
         "", "engine", "moves", "Newton–Schulz", "repeated", "owned", "max/mean", "sends", "step",
         "naive",
@@ -90,14 +95,14 @@ def _optimizer(job: Job, predictions: Sequence[Prediction]) -> str:
             p.label, p.engine, units.size(p.step_bytes), *cells, units.seconds(p.optimizer_seconds),
             units.seconds(p.naive_optimizer_seconds),
         ))  # fmt: skip
-    return table(rows, left=2)
+    return table(rows, left=2, room=room)
 
 
 def _flops(count: float) -> str:
     return f"{count / 1e12:.3g} TFLOP"
 
 
-def _step(predictions: Sequence[Prediction]) -> str:
+def _step(predictions: Sequence[Prediction], room: int | None) -> str:
     rows: list[Sequence[str]] = [
         ("", "compute", "sent", "not hidden", "optimizer", "step", "tokens/s", "optimizer's share")
     ]
@@ -108,7 +113,7 @@ def _step(predictions: Sequence[Prediction]) -> str:
             units.seconds(p.step_seconds), units.tokens(p.tokens_per_second),
             units.share(p.optimizer_share),
         ))  # fmt: skip
-    return table(rows)
+    return table(rows, room=room)
 
 
 def answer(job: Job, predictions: Sequence[Prediction]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 from mars.lab.config import Model, Optimizer, Run
 
 SAME = 1.05  # a model or a run this much larger is as large
+FAR = 2.0  # and beyond this its rate may be another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,17 +108,30 @@ class Recommendation:
         own, asked = (besides(o) for o in (self.setting.optimizer, fields(self.asked)))
         return {n: own.get(n) for n in sorted({*own, *asked}) if own.get(n) != asked.get(n)}
 
+    @property
+    def elsewhere(self) -> bool:
+        """Was it measured on quite other runs: longer, shorter, or in other batches?"""
+        far = max(abs(math.log(self.larger)), abs(math.log(self.longer))) > math.log(FAR)
+        return far or abs(math.log(self.wider)) >= math.log(SAME)
+
+    @property
+    def runs(self) -> str:
+        """What the runs that it was measured on had else; nothing where they were near."""
+        unit = self.setting.unit
+        parts = (
+            _times(self.larger, "on a model {} times smaller", "on a model {} times larger"),
+            _times(self.longer, f"with {{}} times fewer {unit}", f"with {{}} times more {unit}"),
+            _times(self.wider, "in batches {} times smaller", "in batches {} times larger"),
+        )
+        return ", ".join(part for part in parts if part)
+
     def __str__(self) -> str:
         s = self.setting
         seeds = "one seed" if s.seeds == 1 else f"{s.seeds} seeds"
         edge = "" if s.bracketed else ", at the edge of what was tried"
         others = "".join(f", {name} {_plain(value)}" for name, value in self.others.items())
-        far = _times(self.larger, "on a model {} times smaller", "on a model {} times larger")
-        far += _times(
-            self.longer, f"with {{}} times fewer {s.unit}", f"with {{}} times more {s.unit}"
-        )
-        far += _times(self.wider, "in batches {} times smaller", "in batches {} times larger")
         best = f"best of {s.rates} rates by {seeds}{edge}"
+        far = f", {self.runs}" if self.runs else ""
         return f"lr {s.lr:g}{others}: {best}{far} ({s.source}, {s.arm})"
 
 
@@ -130,9 +144,18 @@ def _times(ratio: float, less: str, more: str) -> str:
     if 1 / SAME < ratio < SAME:
         return ""
     factor = max(ratio, 1 / ratio)
-    return ", " + (less if ratio > 1 else more).format(
+    return (less if ratio > 1 else more).format(
         f"{factor:.1f}" if factor < 10 else f"{factor:,.0f}"
     )
+
+
+def compared(
+    setting: Setting, optimizer: Optimizer, parameters: int, seen: int, batch: int | None
+) -> Recommendation:
+    """A setting beside what is asked for."""
+    wider = 1.0 if batch is None else batch / setting.batch
+    ratios = parameters / setting.parameters, seen / setting.seen, wider
+    return Recommendation(setting, optimizer, *ratios)
 
 
 def recommended(
@@ -152,9 +175,7 @@ def recommended(
         if own.unit != unit or any(own.optimizer.get(n) != asked.get(n) for n in same):
             continue
         if not alike or besides(own.optimizer) == besides(asked):
-            wider = 1.0 if batch is None else batch / own.batch
-            ratios = parameters / own.parameters, seen / own.seen, wider
-            found.append(Recommendation(own, optimizer, *ratios))
+            found.append(compared(own, optimizer, parameters, seen, batch))
     return min(found, key=lambda r: (r.distance, r.setting.loss, r.setting.source), default=None)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mars.lab.errors import LabError
-from mars.lab.report import page
+from mars.lab.report import fit, page
 from mars.lab.report.rates import read_rates
 from mars.lab.report.runs import RunLog, load
 from mars.lab.report.summary import summarise
@@ -47,7 +47,7 @@ def report_command(args: ReportArgs) -> Path:
     if not out.parent.is_dir():
         raise LabError(f"{out}: the folder {out.parent} does not exist")
     written = page.write(out, runs, summary, title=args.title)
-    sys.stdout.write(f"{table(summary)}\n\n{written}\n")
+    sys.stdout.write(f"{table(summary, fit.room())}\n\n{written}\n")
     if args.open:
         webbrowser.open(written.resolve().as_uri())
     return written

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
-from mars.lab.report import statistics, units
+from mars.lab.report import fit, statistics, units
 from mars.lab.report.measure import percent
 from mars.lab.report.statistics import Difference, Spread
 from mars.lab.report.summary import Entry, Summary
@@ -110,20 +109,20 @@ def _interval(entry: Entry, d: Difference) -> str:
     return f"95% CI {m.signed(shown.low)} to {m.signed(shown.high)}"
 
 
-def table(summary: Summary) -> str:
-    """Plain text of at most 100 columns: the rows, then what to be warned of."""
+def table(summary: Summary, room: int | None = None) -> str:
+    """Plain text of at most 100 columns, or fewer: the rows, then what to be warned of."""
     base = summary.baseline.label if summary.baseline else summary.asked
     columns = IMAGES if summary.measure.unit == "images" else TEXT
     head = tuple(title.format(f"to {base}"[:24]) for title in columns)
     rows = [head, *(_row(entry, columns) for entry in summary.entries)]
     others = sum(max(len(row[i]) for row in rows) + 2 for i in range(1, len(head)))
-    room = max(12, WIDTH - others)
-    rows = [(_cut(row[0], room), *row[1:]) for row in rows]
-    text = _align(rows)
-    lines = [headline(summary), "", text, ""]
-    lines += [f"! {warning}" for warning in summary.warnings]
-    lines.append(LEGENDS[summary.measure.unit])
-    return "\n".join(piece for line in lines for piece in _wrap(line))
+    rows = [(_cut(row[0], max(12, WIDTH - others)), *row[1:]) for row in rows]
+    width = min(WIDTH, room or WIDTH)
+    text = "\n\n".join(_align(part) for part in fit.blocks(rows, width))
+    said = [f"! {warning}" for warning in summary.warnings]
+    said.append(LEGENDS[summary.measure.unit])
+    above, *below = (fit.fold(line, width, "") for line in (headline(summary), *said))
+    return "\n".join([above, "", text, "", *below])
 
 
 def _row(entry: Entry, columns: Sequence[str]) -> tuple[str, ...]:
@@ -168,7 +167,7 @@ def _ratio(value: float | None) -> str:
     return "–" if value is None else f"{value:.0%}"
 
 
-def _align(rows: Sequence[tuple[str, ...]]) -> str:
+def _align(rows: fit.Rows) -> str:
     """Names to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
@@ -179,14 +178,3 @@ def _align(rows: Sequence[tuple[str, ...]]) -> str:
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def _wrap(line: str) -> list[str]:
-    """Prose is wrapped; rows of the table fit already."""
-    if len(line) <= WIDTH:
-        return [line]
-    return [
-        piece
-        for part in line.split("\n")
-        for piece in (textwrap.wrap(part, WIDTH) if len(part) > WIDTH else [part])
-    ]

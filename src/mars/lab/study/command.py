@@ -14,6 +14,7 @@ from typing import Any
 from mars.lab import arguments, tasks
 from mars.lab.errors import LabError
 from mars.lab.optimizers import build
+from mars.lab.report import fit
 from mars.lab.rundir import RunDirectory, write_atomically
 from mars.lab.study import fingerprint, page
 from mars.lab.study.definition import Study
@@ -157,7 +158,7 @@ def _here(study: Study, args: StudyArgs) -> Study:
 def tell(study: Study, directory: Path) -> None:
     """Print the verdict, write it and the report."""
     found = verdict(study, Results(directory).read())
-    sys.stdout.write(terminal(found) + "\n\n")
+    sys.stdout.write(terminal(found, fit.room()) + "\n\n")
     written = [directory / "verdict.md"]
     write_atomically(written[0], markdown(found).encode())
     written += page.write(found, directory)

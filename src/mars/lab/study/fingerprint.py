@@ -30,8 +30,8 @@ TRAINING = (
     "exact.py", "collect.py", "dispatch.py", "plan.py", "groups.py", "sharding.py", "exchange.py",
     "lab/models/*.py", "lab/data/batches.py", "lab/data/shards.py", "lab/data/sources.py",
     "lab/data/tokenizers.py", "lab/images/augment.py", "lab/tasks/*.py", "lab/loop.py",
-    "lab/graphs.py", "lab/schedule.py", "lab/optimizers.py", "lab/wrapping.py", "lab/hardware.py",
-    "lab/train.py", "lab/checkpoint.py", "lab/optimizer_state.py",
+    "lab/graphs.py", "lab/muon.py", "lab/schedule.py", "lab/optimizers.py", "lab/wrapping.py",
+    "lab/hardware.py", "lab/train.py", "lab/checkpoint.py", "lab/optimizer_state.py",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -29,6 +30,7 @@ from mars.lab.models import GPT
 
 PLAIN, APPROXIMATE, EXACT = "plain", "approximate", "exact"
 EARLY, LATE = "early", "late"
+Which = tuple[float, int, int]  # a trajectory: rate, batch, seed
 MODEL = Model(n_layer=1, n_head=2, n_embd=24, block_size=32, vocab_size=256)
 
 
@@ -51,7 +53,7 @@ class Experiment:
     model: Model = MODEL
 
     @property
-    def trajectories(self) -> list[tuple[float, int, int]]:
+    def trajectories(self) -> list[Which]:
         return list(product(self.rates, self.batches, range(self.seeds)))
 
 
@@ -114,12 +116,17 @@ class _Problem:
 Key = tuple[str, float, float]  # mode, γ, β₁
 
 
+def keys(e: Experiment) -> list[Key]:
+    """Every average that is watched."""
+    pairs = product((APPROXIMATE, EXACT), e.gammas, e.betas)
+    return [*((PLAIN, 0.0, b) for b in e.betas), *pairs]
+
+
 class _Averages:
     """m of every mode, γ and β₁, as rows of one matrix: all are updated at once."""
 
     def __init__(self, e: Experiment, size: int) -> None:
-        pairs = product((APPROXIMATE, EXACT), e.gammas, e.betas)
-        self.keys: list[Key] = [*((PLAIN, 0.0, b) for b in e.betas), *pairs]
+        self.keys = keys(e)
         self.beta = torch.tensor([[beta] for _, _, beta in self.keys])
         self.kappa = torch.tensor([[kappa(gamma, beta)] for _, gamma, beta in self.keys])
         self.exact = torch.tensor([[float(mode == EXACT)] for mode, _, _ in self.keys])
@@ -231,23 +238,37 @@ def summary(
 def _trajectory(e: Experiment, rate: float, batch: int, seed: int) -> list[Look]:
     """In a worker: as many workers as cores, a thread each."""
     torch.set_num_threads(1)
-    return list(follow(e, rate, batch, seed))
+    looks = []
+    for look in follow(e, rate, batch, seed):
+        if workers.asked():
+            raise InterruptedError("somebody stopped it")
+        looks.append(look)
+    return looks
 
 
 def measure(
-    e: Experiment, processes: int, watch: Callable[[int, int], None]
-) -> list[dict[str, Any]]:  # fmt: skip
-    """All rows; ``watch`` is told how many trajectories are done, of how many."""
-    looks: dict[tuple[float, int], list[Look]] = defaultdict(list)
+    e: Experiment,
+    processes: int,
+    looks: dict[Which, list[Look]],
+    watch: Callable[[int, int], None],
+) -> list[dict[str, Any]]:
+    """All rows. Trajectories that ``looks`` has are not followed again, and it gets the others;
+    ``watch`` is told how many there are, of how many.
+    """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, workers.begin) as pool, workers.terminable():
         try:
-            ordered = [pool.submit(_trajectory, e, *which) for which in e.trajectories]
-            for done, _ in enumerate(as_completed(ordered), 1):
-                watch(done, len(ordered))
-        except BaseException:
+            left = [which for which in e.trajectories if which not in looks]
+            ordered = {pool.submit(_trajectory, e, *which): which for which in left}
+            for future in as_completed(ordered):
+                looks[ordered[future]] = future.result()
+                watch(sum(which in looks for which in e.trajectories), len(e.trajectories))
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                sys.stderr.write("stopping: trajectories that are done are kept\n")
             workers.stop(pool)
             raise
-        for (rate, batch, _), future in zip(e.trajectories, ordered, strict=True):
-            looks[rate, batch] += future.result()
-    return [row for (rate, batch), own in looks.items() for row in summary(e, rate, batch, own)]
+    found: dict[tuple[float, int], list[Look]] = defaultdict(list)
+    for which in e.trajectories:
+        found[which[:2]] += looks[which]
+    return [row for (rate, batch), own in found.items() for row in summary(e, rate, batch, own)]

@@ -16,7 +16,18 @@ from mars.lab.errors import LabError
 from mars.lab.pool import cores
 from mars.lab.report import units
 from mars.lab.rundir import RunDirectory, write_atomically
-from mars.lab.study.variance import APPROXIMATE, EARLY, EXACT, LATE, PLAIN, Experiment, measure
+from mars.lab.study.variance import (
+    APPROXIMATE,
+    EARLY,
+    EXACT,
+    LATE,
+    PLAIN,
+    Experiment,
+    Look,
+    Which,
+    measure,
+)
+from mars.lab.study.variance_kept import Kept
 
 Rows = Sequence[dict[str, Any]]
 SHOWN = 0.95  # β₁ of the figure and of the tables
@@ -40,17 +51,36 @@ def variance_command(args: VarianceArgs) -> int:
     e = Experiment(seeds=args.seeds)
     directory = RunDirectory(args.out)
     with directory.lock():
-        began = time.monotonic()
+        kept = Kept(directory.path, e)
+        looks = _begun(kept)
+        before, began = len(looks), time.monotonic()
 
         def watch(done: int, of: int) -> None:
             took = time.monotonic() - began
-            left = f", {units.seconds(took / done * (of - done))} left" if done < of else ""
+            kept.write(looks, took)
+            pace = took / (len(looks) - before)
+            left = f", {units.seconds(pace * (of - done))} left" if done < of else ""
             sys.stderr.write(f"[{done}/{of}] trajectories{left}\n")
 
-        rows = measure(e, min(cores(), len(e.trajectories)), watch)
-        write(e, rows, directory.path, time.monotonic() - began)
+        try:
+            rows = measure(e, min(cores(), len(e.trajectories)), looks, watch)
+        except KeyboardInterrupt:
+            sys.stdout.write("stopped; the same command goes on from here\n")
+            return 0
+        write(e, rows, directory.path, kept.seconds + time.monotonic() - began)
+        kept.remove()
     sys.stdout.write(text(rows) + f"\n{directory.path}\n")
     return 0
+
+
+def _begun(kept: Kept) -> dict[Which, list[Look]]:
+    """What an earlier process has done of it."""
+    looks = kept.read()
+    if looks is None:
+        sys.stderr.write(f"begins again: {kept.path} is of other code, torch or another machine\n")
+    elif looks:
+        sys.stderr.write(f"goes on: {len(looks)} trajectories are done\n")
+    return looks or {}
 
 
 def write(e: Experiment, rows: Rows, directory: Path, seconds: float) -> None:

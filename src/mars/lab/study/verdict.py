@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mars.lab.report import units
+from mars.lab.report import fit, units
 from mars.lab.report.statistics import Difference, Spread, first_reach, paired, spread
 from mars.lab.study.choice import Ladder, ladders
 from mars.lab.study.definition import Study
@@ -180,14 +180,15 @@ def _table(v: Verdict) -> list[tuple[str, ...]]:
     return [tuple(row[i] for i in kept) for row in rows]
 
 
-def terminal(v: Verdict) -> str:
-    """Plain text."""
-    rows = _table(v)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"{v.study.name}: {v.study.question}", f"{v.count}", ""]
-    for row in rows:
-        lines.append("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
-    return "\n".join([*lines, "", *(sentence(j) for j in v.judged)])
+def terminal(v: Verdict, room: int | None = None) -> str:
+    """Plain text, for a terminal with this many columns."""
+    lines = [fit.fold(f"{v.study.name}: {v.study.question}", room), f"{v.count}", ""]
+    for rows in fit.blocks(_table(v), room):
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            lines.append("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
+        lines.append("")
+    return "\n".join([*lines, *(fit.fold(sentence(j), room) for j in v.judged)])
 
 
 def markdown(v: Verdict) -> str:
