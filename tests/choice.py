@@ -5,6 +5,7 @@ from __future__ import annotations
 ENGINE_OPTIONS = {
     "reference": {"foreach": False},
     "foreach": {"foreach": True},
+    "cpu": {},  # on a CPU; on a GPU it is fused
     "fused": {"fused": True},
 }
 

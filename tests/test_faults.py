@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from choice import choose
 from mars import MARS
 from mars.engines import ENGINES
 from mars.rule import KINDS
 
-every_engine = pytest.mark.parametrize("foreach", [e == "foreach" for e in ENGINES], ids=ENGINES)
+every_engine = pytest.mark.parametrize("engine", ENGINES)
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -26,14 +27,14 @@ def test_step_bs_raises_type_error() -> None:
 
 @every_engine
 @pytest.mark.parametrize("consume", [False, True])
-def test_last_grad_aliases_p_grad(foreach: bool, consume: bool) -> None:
+def test_last_grad_aliases_p_grad(engine: str, consume: bool) -> None:
     """h would be g whenever the buffer is reused, and MARS silently AdamW."""
     buffer = torch.zeros(3, 3)
     kept, reused = parameter(3, 3), None
     reused = nn.Parameter(kept.detach().clone())
     gradients = torch.randn(4, 3, 3)
     for p, reuse in ((kept, False), (reused, True)):
-        optimizer = MARS([p], lr=0.1, gamma=0.9, foreach=foreach, consume_grads=consume)
+        optimizer = MARS([p], lr=0.1, gamma=0.9, **choose(engine), consume_grads=consume)
         for g in gradients:
             if reuse:
                 buffer.copy_(g)
@@ -47,11 +48,11 @@ def test_last_grad_aliases_p_grad(foreach: bool, consume: bool) -> None:
 
 
 @every_engine
-def test_zero_grad_in_place_turns_h_into_zero(foreach: bool) -> None:
+def test_zero_grad_in_place_turns_h_into_zero(engine: str) -> None:
     p, q = parameter(3, 3), None
     q = nn.Parameter(p.detach().clone())
     for x, to_none in ((p, True), (q, False)):
-        optimizer = MARS([x], lr=0.1, gamma=0.9, foreach=foreach)
+        optimizer = MARS([x], lr=0.1, gamma=0.9, **choose(engine))
         torch.manual_seed(1)
         for _ in range(3):
             (x * torch.randn(3, 3)).sum().backward()
@@ -76,10 +77,10 @@ def test_options_read_from_self_so_groups_and_checkpoints_are_ignored() -> None:
 
 @every_engine
 @pytest.mark.parametrize("kind", KINDS)
-def test_lr_zero_divides_by_zero(kind: str, foreach: bool) -> None:
+def test_lr_zero_divides_by_zero(kind: str, engine: str) -> None:
     p, v = parameter(3, 3), parameter(3)
     before = p.detach().clone(), v.detach().clone()
-    optimizer = MARS([p, v], lr=0.0, mars_type=kind, foreach=foreach, weight_decay=0.1)
+    optimizer = MARS([p, v], lr=0.0, mars_type=kind, **choose(engine), weight_decay=0.1)
     p.grad, v.grad = torch.randn(3, 3), torch.randn(3)
     optimizer.step()
     assert torch.equal(p, before[0])
@@ -91,10 +92,10 @@ def test_lr_zero_divides_by_zero(kind: str, foreach: bool) -> None:
 
 
 @every_engine
-def test_no_gradients_crash(foreach: bool) -> None:
+def test_no_gradients_crash(engine: str) -> None:
     p = parameter(3, 3)
     before = p.detach().clone()
-    optimizer = MARS([p], foreach=foreach, clip="global")
+    optimizer = MARS([p], **choose(engine), clip="global")
     optimizer.step()
     assert torch.equal(p, before)
     assert not optimizer.state
@@ -162,16 +163,16 @@ def test_decay_grows_weights() -> None:
 
 
 @every_engine
-def test_step_is_counted_per_group_so_late_parameters_are_miscorrected(foreach: bool) -> None:
+def test_step_is_counted_per_group_so_late_parameters_are_miscorrected(engine: str) -> None:
     """A parameter unfrozen at step 4 moves as if it were its first step."""
     early, late, alone = parameter(3, 3), parameter(3, 3), None
     alone = nn.Parameter(late.detach().clone())
-    optimizer = MARS([early, late], foreach=foreach)
+    optimizer = MARS([early, late], **choose(engine))
     for step in range(4):
         early.grad = torch.randn(3, 3)
         late.grad = torch.full((3, 3), 0.1) if step == 3 else None
         optimizer.step()
-    fresh = MARS([alone], foreach=foreach)
+    fresh = MARS([alone], **choose(engine))
     alone.grad = torch.full((3, 3), 0.1)
     fresh.step()
     assert torch.equal(late, alone)
@@ -180,9 +181,9 @@ def test_step_is_counted_per_group_so_late_parameters_are_miscorrected(foreach: 
 
 @every_engine
 @pytest.mark.parametrize("kind", KINDS)
-def test_maximize_flips_p_grad_in_place(kind: str, foreach: bool) -> None:
+def test_maximize_flips_p_grad_in_place(kind: str, engine: str) -> None:
     p, g = parameter(3, 3), torch.randn(3, 3)
-    optimizer = MARS([p], mars_type=kind, foreach=foreach, maximize=True)
+    optimizer = MARS([p], mars_type=kind, **choose(engine), maximize=True)
     p.grad = g.clone()
     optimizer.step()
     assert torch.equal(p.grad, g)
@@ -204,11 +205,11 @@ def test_the_clip_depends_on_accumulation() -> None:
 
 
 @every_engine
-def test_tail_elements_are_skipped(foreach: bool) -> None:
+def test_tail_elements_are_skipped(engine: str) -> None:
     """Sizes around powers of two: every element moves."""
     for n in (1, 7, 31, 33, 255, 257, 1025):
         p = nn.Parameter(torch.zeros(1, n))
-        optimizer = MARS([p], mars_type="mars-lion", foreach=foreach)
+        optimizer = MARS([p], mars_type="mars-lion", **choose(engine))
         p.grad = torch.ones(1, n)
         optimizer.step()
         assert (p != 0).all()

@@ -27,7 +27,7 @@ logger = logging.getLogger("mars")
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NOT_CONTIGUOUS = "not contiguous"
-NORMS = {"reference": reference.norms, "foreach": foreach.norms}
+NORMS = {"reference": reference.norms, "foreach": foreach.norms, "cpu": foreach.norms}
 
 
 def engine_for(group: Group, params: list[Tensor]) -> str:
@@ -35,7 +35,16 @@ def engine_for(group: Group, params: list[Tensor]) -> str:
     chosen = group["foreach"]
     if chosen is None:
         _, chosen = _default_to_fused_or_foreach(params, group["differentiable"], use_fused=False)
+        if not chosen and _on_cpu(group, params):
+            return "cpu"
     return "foreach" if chosen else "reference"
+
+
+def _on_cpu(group: Group, params: list[Tensor]) -> bool:
+    """Whether these are plain tensors of a CPU, and the step is no graph of any kind."""
+    if group["fused"] is False or group["differentiable"] or torch.compiler.is_compiling():
+        return False
+    return all(p.device.type == "cpu" and type(p.data) is Tensor for p in params)
 
 
 @cache

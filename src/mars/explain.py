@@ -23,9 +23,9 @@ def explain(optimizer: MARS) -> str:
     Examples:
         >>> import torch, mars
         >>> print(mars.explain(mars.MARS(torch.nn.Linear(4, 2).parameters())))
-        group  rule         tensors  engine     why not fused
-        0      mars-adamw         1  reference  on cpu: it needs a CUDA device
-        0      plain-adamw        1  reference  on cpu: it needs a CUDA device
+        group  rule         tensors  engine  why not fused
+        0      mars-adamw         1  cpu     on cpu: it needs a CUDA device
+        0      plain-adamw        1  cpu     on cpu: it needs a CUDA device
     """
     if not hasattr(optimizer, "_ranks"):
         raise TypeError(f"explain takes a MARS, not {type(optimizer).__name__}")

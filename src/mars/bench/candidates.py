@@ -20,10 +20,11 @@ Params = list[nn.Parameter]
 COMMON: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
 ENGINES: dict[str, dict[str, bool]] = {
     "fused": {"fused": True},
+    "cpu": {},
     "foreach": {"foreach": True, "fused": False},
     "reference": {"foreach": False, "fused": False},
 }
-VARIANTS: dict[str, dict[str, Any]] = {  # of mars-adamw, fused
+VARIANTS: dict[str, dict[str, Any]] = {  # of mars-adamw, in the first engine
     "consume_grads": {"consume_grads": True},
     "max_grad_norm": {"max_grad_norm": 1.0},
     "no clip": {"clip": None},
@@ -66,13 +67,14 @@ def candidates(on_gpu: bool) -> list[Candidate]:
     made.append(Candidate("torch AdamW foreach", partial(_adamw, foreach=True)))
     clipped = Candidate("torch AdamW fused + clip_grad_norm_", fused)
     made.append(clipped._replace(before=clip, norm_of_all=True))
-    made += [_mars(kind, engine) for kind in KINDS for engine in ENGINES if not KINDS[kind].matrix]
-    made += [_mars("mars-adamw", "fused", variant) for variant in VARIANTS]
+    engines = [name for name in ENGINES if name != ("cpu" if on_gpu else "fused")]
+    made += [_mars(kind, engine) for kind in KINDS for engine in engines if not KINDS[kind].matrix]
+    made += [_mars("mars-adamw", engines[0], variant) for variant in VARIANTS]
     made.append(Candidate("pytorch_optimizer MARS", _pytorch_optimizer))
     made.append(Candidate("heavyball MARS", _heavyball))
     made.append(Candidate("timm Mars", _timm))
     made += [baseline(on_gpu, hidden=True), Candidate("torch Muon", _muon, hidden=True)]
-    made += [_mars(kind, engine) for kind in KINDS for engine in ENGINES if KINDS[kind].matrix]
+    made += [_mars(kind, engine) for kind in KINDS for engine in engines if KINDS[kind].matrix]
     return made
 
 

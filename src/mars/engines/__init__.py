@@ -7,14 +7,18 @@ from importlib.util import find_spec
 
 import torch
 
-from mars.engines import foreach, reference
+from mars.engines import cpu, foreach, reference
 from mars.engines.batch import Batch, Cell
 from mars.rule import KINDS
 
 # The engines. Fused needs Triton, is imported only when it is used, and steps many batches at a
 # time by a plan (mars.plan); the others are functions that step one batch.
-ENGINES = ("reference", "foreach", "fused")
-CELLS: dict[str, Cell] = {"reference": reference.step, "foreach": foreach.step}
+ENGINES = ("reference", "foreach", "cpu", "fused")
+CELLS: dict[str, Cell] = {
+    "reference": reference.step,
+    "foreach": foreach.step,
+    "cpu": cpu.step,
+}
 
 
 def interpreted() -> bool:

@@ -17,16 +17,16 @@ from mars.rule.halves import join, split
 _ONE = torch.tensor(1.0, dtype=torch.float32, device="cpu")  # whatever the defaults are
 
 
-def _wide(tensors: list[Tensor], like: Tensor) -> list[Tensor]:
+def wide(tensors: list[Tensor], like: Tensor) -> list[Tensor]:
     """The tensors in the arithmetic's dtype; the same ones if they have it already."""
     if all(t.dtype == like.dtype for t in tensors):
         return tensors
     return [t.to(like.dtype) for t in tensors]
 
 
-def _corrected(batch: Batch) -> list[Tensor]:
+def corrected(batch: Batch) -> list[Tensor]:
     """c = g + κ(g − h), freshly allocated."""
-    g, h = _wide(batch.g, batch.m[0]), _wide(batch.h, batch.m[0])
+    g, h = wide(batch.g, batch.m[0]), wide(batch.h, batch.m[0])
     weight = kappa(batch.k.gamma, batch.k.beta1)
     if not isinstance(weight, Tensor):
         return list(torch._foreach_lerp(h, g, 1.0 + weight))  # h + (1+κ)(g − h), in one pass
@@ -37,13 +37,19 @@ def _corrected(batch: Batch) -> list[Tensor]:
 
 
 def norms(batch: Batch) -> list[Tensor]:
-    return list(torch._foreach_norm(_corrected(batch)))
+    return list(torch._foreach_norm(corrected(batch)))
+
+
+def clip_(c: list[Tensor], lengths: Tensor) -> None:
+    """c̃ = c / max(1, length), each by its own or all by one."""
+    lengths = lengths.clamp(min=1.0)
+    torch._foreach_div_(c, list(lengths.unbind()) if lengths.ndim else lengths)
 
 
 def _estimate(batch: Batch, length: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
     """Average into m; return (m, c̃), where c̃ is g itself if there is no correction to store."""
     k = batch.k
-    g = _wide(batch.g, batch.m[0])
+    g = wide(batch.g, batch.m[0])
     if not batch.h:
         c = list(torch._foreach_neg(g)) if k.maximize else g
         if not KINDS[batch.kind].corrected:
@@ -54,11 +60,9 @@ def _estimate(batch: Batch, length: Tensor | None) -> tuple[list[Tensor], list[T
         m = list(torch._foreach_mul(c, k.gamma))
         torch._foreach_add_(m, batch.m)
         return m, c
-    c = _corrected(batch)
+    c = corrected(batch)
     if k.clip is not None:
-        lengths = torch.stack(torch._foreach_norm(c)) if length is None else length
-        lengths = lengths.clamp(min=1.0)
-        torch._foreach_div_(c, list(lengths.unbind()) if lengths.ndim else lengths)
+        clip_(c, torch.stack(torch._foreach_norm(c)) if length is None else length)
     if k.maximize:
         torch._foreach_neg_(c)
     torch._foreach_lerp_(batch.m, c, 1.0 - float(k.beta1))
@@ -72,7 +76,7 @@ def _bias_corrections(beta: Scalar, steps: Sequence[Scalar]) -> list[Any]:
 
 def _adamw(batch: Batch, m: list[Tensor], c: list[Tensor]) -> list[Tensor]:
     k, steps = batch.k, batch.steps()
-    square = _wide(batch.g, batch.m[0]) if k.raw else c
+    square = wide(batch.g, batch.m[0]) if k.raw else c
     torch._foreach_mul_(batch.v, k.beta2)
     torch._foreach_addcmul_(batch.v, square, square, 1.0 - float(k.beta2))
     if batch.v_max:
@@ -158,8 +162,13 @@ def finish(batch: Batch, u: list[Tensor]) -> None:
         torch._foreach_sub_(x, u)
     else:
         torch._foreach_add_(x, u, alpha=-k.lr)
-    for high, low, wide in zip(batch.x, batch.low, x, strict=False):
-        for half, value in zip((high, low), split(wide, high.dtype), strict=True):
-            half.copy_(value)
+    split_into(batch, x)
     if batch.h and batch.keep_g:
         torch._foreach_copy_(batch.h, batch.g)
+
+
+def split_into(batch: Batch, x: list[Tensor]) -> None:
+    """Take new float32 values apart into 16-bit parameters and their low halves, if it has any."""
+    for high, low, value in zip(batch.x, batch.low, x, strict=False):
+        for half, part in zip((high, low), split(value, high.dtype), strict=True):
+            half.copy_(part)

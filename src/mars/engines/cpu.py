@@ -1,0 +1,120 @@
+"""The CPU engine: torch's fused AdamW kernel on corrected gradients.
+
+Tensors are done in portions, so that what one operation hands to the next is still in a cache, and
+the step needs no more memory than for its largest tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mars.engines import foreach
+from mars.engines.batch import Batch
+from mars.rule import KINDS
+from mars.rule.estimator import kappa
+from mars.rule.halves import join
+
+PORTION = 1 << 18  # elements, or one tensor
+
+
+def step(batch: Batch, length: Tensor | None) -> None:
+    if KINDS[batch.kind].matrix:  # stacks of matrices are better the larger they are
+        foreach.step(batch, length)
+        return
+    portions = list(_portions(batch))
+    room = _room(batch, portions)
+    for rows in portions:
+        part = _part(batch, rows)
+        own = length[rows] if length is not None and length.ndim else length
+        if _fits(batch, rows[0]):
+            _adamw(part, own, room)
+        else:
+            foreach.step(part, own)
+
+
+def _room(batch: Batch, portions: list[list[int]]) -> Tensor | None:
+    """Memory for two copies of the largest tensor, if it is no portion of several.
+
+    Asked for anew by every operation, it would cost as much as what is done in it.
+    """
+    large = [batch.x[rows[0]].numel() for rows in portions if _fits(batch, rows[0])]
+    most = max(large, default=0)
+    return batch.m[0].new_empty(2, most) if most > PORTION else None
+
+
+def _portions(batch: Batch) -> Iterator[list[int]]:
+    """Rows that are done together: neighbours that the kernel takes, or does not."""
+    rows: list[int] = []
+    size, before = 0, False
+    for i, x in enumerate(batch.x):
+        fits = _fits(batch, i)
+        if rows and (size + x.numel() > PORTION or fits != before):
+            yield rows
+            rows, size = [], 0
+        rows.append(i)
+        size, before = size + x.numel(), fits
+    if rows:
+        yield rows
+
+
+def _fits(batch: Batch, i: int) -> bool:
+    """Whether this is AdamW of g or of c̃, and lies in memory as the kernel wants it."""
+    corrected = bool(batch.h) and not batch.k.raw
+    if not batch.v or (KINDS[batch.kind].corrected and not corrected):
+        return False
+    columns = (batch.x, batch.m, batch.v, batch.v_max, batch.low)
+    return all(column[i].is_contiguous() for column in columns if column)
+
+
+def _part(batch: Batch, rows: list[int]) -> Batch:
+    def of(column: list[Tensor]) -> list[Tensor]:
+        return [column[i] for i in rows] if column else []
+
+    return replace(
+        batch, x=of(batch.x), g=of(batch.g), t=of(batch.t), m=of(batch.m), v=of(batch.v),
+        v_max=of(batch.v_max), h=of(batch.h), low=of(batch.low),
+    )  # fmt: skip
+
+
+def _adamw(batch: Batch, length: Tensor | None, room: Tensor | None) -> None:
+    k = batch.k
+    size = batch.x[0].numel()
+    own = None if room is None or size <= PORTION else room[:, :size].view(2, *batch.x[0].shape)
+    c = foreach.wide(batch.g, batch.m[0])
+    if batch.h:
+        c = foreach.corrected(batch) if own is None else [_corrected(batch, own[0])]
+        if k.clip is not None:
+            lengths = torch.stack(torch._foreach_norm(c)) if length is None else length
+            if not bool((lengths <= 1.0).all()):  # a CPU may ask; what is not finite is to show
+                foreach.clip_(c, lengths)
+    x = batch.x
+    if batch.low:
+        x = [join(high, low) for high, low in zip(batch.x, batch.low, strict=True)]
+    # The kernel would round x once for the decay and once for the rest: it steps −lr·λ·x instead.
+    lr, decay = float(k.lr), float(k.decay)
+    moved = x
+    if decay and own is None:
+        moved = list(torch._foreach_mul(x, -lr * decay))
+    elif decay and own is not None:
+        moved = [torch.mul(x[0], -lr * decay, out=own[1])]
+    torch._foreach_add_(batch.t, 1)
+    torch._fused_adamw_(
+        moved, [tensor.contiguous() for tensor in c], batch.m, batch.v, batch.v_max, batch.t,
+        lr=lr, beta1=float(k.beta1), beta2=float(k.beta2), eps=k.eps, weight_decay=0.0,
+        amsgrad=bool(batch.v_max), maximize=k.maximize,
+    )  # fmt: skip
+    if decay:
+        torch._foreach_add_(x, moved)
+    foreach.split_into(batch, x)
+    if batch.h and batch.keep_g:
+        torch._foreach_copy_(batch.h, batch.g)
+
+
+def _corrected(batch: Batch, out: Tensor) -> Tensor:
+    """c of one tensor, in memory that is there."""
+    (g,), (h,) = foreach.wide(batch.g, batch.m[0]), foreach.wide(batch.h, batch.m[0])
+    return torch.lerp(h, g, 1.0 + float(kappa(batch.k.gamma, batch.k.beta1)), out=out)

@@ -1,0 +1,106 @@
+"""The CPU engine: when it is chosen, and that portions and layouts change nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mars
+from mars import MARS
+from mars.engines import cpu
+from mars.rule import KINDS
+
+SHAPES = [(3,), (40, 9), (7, 5), (), (64, 3), (0, 4), (11,), (2, 3, 4)]
+
+
+def trained(options: dict, steps: int = 4, layout: bool = False) -> list[Tensor]:
+    """Parameters and state after some steps; with ``layout`` gradients lie in another order."""
+    random = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, generator=random)) for shape in SHAPES]
+    optimizer = MARS(params, **options)
+    for _ in range(steps):
+        for p in params:
+            g = torch.randn(p.shape, generator=random)
+            p.grad = g.t().contiguous().t() if layout and g.ndim == 2 else g
+        optimizer.step()
+    found = [p.detach() for p in params]
+    for p in params:
+        found += [value for value in optimizer.state[p].values() if isinstance(value, Tensor)]
+    return found
+
+
+def engines(optimizer: MARS) -> set[str]:
+    return {line.split()[3] for line in mars.explain(optimizer).splitlines()[1:]}
+
+
+@pytest.mark.parametrize(
+    ("options", "engine"),
+    [
+        ({}, "cpu"),
+        ({"foreach": False}, "reference"),
+        ({"foreach": True}, "foreach"),
+        ({"fused": False}, "reference"),
+        ({"differentiable": True}, "reference"),
+    ],
+)
+def test_it_is_the_default_on_a_cpu(options: dict, engine: str) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = MARS(model.parameters(), **options)
+    assert engines(optimizer) == {engine}
+
+
+def test_a_tensor_of_a_class_of_its_own_is_left_to_the_reference() -> None:
+    class Own(Tensor):
+        pass
+
+    p = nn.Parameter(torch.randn(3, 3).as_subclass(Own))
+    assert engines(MARS([p])) == {"reference"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options", [{}, {"clip": "global"}, {"weight_decay": 0.2, "amsgrad": True}]
+)
+def test_portions_change_no_bit(kind: str, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"mars_type": kind, "optimize_1d": True, **options}
+    if KINDS[kind].matrix:
+        options |= {"optimize_1d": False}
+    ends = []
+    for portion in (1, 100, 1 << 30):
+        monkeypatch.setattr(cpu, "PORTION", portion)
+        ends.append(trained(options))
+    for other in ends[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(ends[0], other, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["mars-adamw", "plain-adamw"])
+def test_gradients_may_lie_in_another_order(kind: str) -> None:
+    options = {"mars_type": kind, "weight_decay": 0.1}
+    pairs = zip(trained(options), trained(options, layout=True), strict=True)
+    for plain, turned in pairs:
+        torch.testing.assert_close(plain, turned, rtol=1e-6, atol=1e-7)
+
+
+def test_the_kernel_is_what_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of AdamW's tensors and of MARS-AdamW's, in few calls."""
+    calls: list[int] = []
+    kernel = torch._fused_adamw_
+
+    def counted(x: list[Tensor], *others: object, **options: object) -> None:
+        calls.append(len(x))
+        kernel(x, *others, **options)
+
+    monkeypatch.setattr(torch, "_fused_adamw_", counted)
+    trained({}, steps=1)
+    assert calls == [4, 4]  # matrices, and all others
+    calls.clear()
+    trained({"second_moment": "raw"}, steps=1)
+    assert calls == [4]  # of c̃ and g, which is no AdamW
+
+
+def test_what_is_not_finite_shows() -> None:
+    p = nn.Parameter(torch.ones(3, 3))
+    p.grad = torch.full((3, 3), float("nan"))
+    MARS([p]).step()
+    assert p.isnan().all()
