@@ -189,3 +189,32 @@ def test_bfloat16_newton_schulz_is_within_its_tolerance(engine: str) -> None:
             # 8 bits of mantissa through five quintics: 2 to 8 % seen; length within 3 %.
             assert np.linalg.norm(moved - wanted) <= 0.15 * np.linalg.norm(wanted)
             assert abs(np.sum(moved * wanted) / np.sum(wanted**2) - 1) <= 0.03
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("engine", available())
+def test_a_graph_that_saved_a_parameter_notices(engine: str, decay: float) -> None:
+    """Backward through a weight that a step has changed would be silently wrong."""
+    for kind in KINDS:
+        layer = torch.nn.Linear(4, 3, bias=False)
+        optimizer = MARS(layer.parameters(), mars_type=kind, weight_decay=decay, **choose(engine))
+        x = torch.randn(2, 4, requires_grad=True)
+        loss = layer(x).square().sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("engine", available())
+def test_a_step_count_of_integers_is_taken(engine: str) -> None:
+    for kind in KINDS:
+        p = torch.nn.Parameter(torch.randn(4, 3))
+        optimizer = MARS([p], mars_type=kind, **choose(engine))
+        p.grad = torch.randn(4, 3)
+        optimizer.step()
+        saved = optimizer.state_dict()
+        saved["state"][0]["step"] = torch.tensor(1)
+        optimizer.load_state_dict(saved)
+        optimizer.step()
+        assert float(optimizer.state[p]["step"]) == 2

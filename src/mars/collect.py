@@ -74,6 +74,8 @@ def _batches(optimizer: MARS, may_fuse: bool) -> tuple[list[tuple[Batch, str]], 
         x, t = columns[0], columns[2]
         split: dict[Any, int] = {}
         other = engine_for(group, x)
+        if other == "cpu" and torch.is_grad_enabled():  # another group is differentiable
+            other = "reference"
         for i, kind in enumerate(kinds):
             spread = layouts[i] is not None
             key = (kind, x[i].device, x[i].dtype, fused[i], spread)

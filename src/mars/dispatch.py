@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
-from mars.engines import Batch, foreach, interpreted, reference
+from mars.engines import Batch, cpu, foreach, interpreted, reference
 from mars.options import LEAN_BUFFERS, ratio_1d, state_format
 from mars.rule import KINDS, Hyper
 from mars.rule.estimator import Scalar
@@ -27,7 +27,7 @@ logger = logging.getLogger("mars")
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NOT_CONTIGUOUS = "not contiguous"
-NORMS = {"reference": reference.norms, "foreach": foreach.norms, "cpu": foreach.norms}
+NORMS = {"reference": reference.norms, "foreach": foreach.norms, "cpu": cpu.norms}
 
 
 def engine_for(group: Group, params: list[Tensor]) -> str:

@@ -207,8 +207,10 @@ def load(
             own = optimizer.state[p]
             wanted = buffers(kind_of(p, group), p, group)
             for name, value in saved.items():
-                if name == "step" and isinstance(value, Tensor) and value.device.type != "cpu":
-                    own[name] = value.to(p.device)  # counted on a device: on this one, then
+                if name == "step" and isinstance(value, Tensor):
+                    # Counted on a device: on this one, then. Torch's own counts are float32.
+                    to = p.device if value.device.type != "cpu" else value.device
+                    own[name] = value.to(to) if value.is_floating_point() else value.to(to).float()
                 if name == "step" or not isinstance(value, Tensor):
                     continue
                 if name in LOW_HALF.values() and name not in wanted:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -92,6 +94,16 @@ def test_what_a_graph_would_have_fixed_begins_anew(monkeypatch: pytest.MonkeyPat
     assert passed_after_two() == 4  # loading kept the tensors
     loss = ours.step(lambda: torch.tensor(3.0))
     assert float(loss) == 3.0
+
+
+def test_a_copy_steps_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon, "WARM", 99)
+    given = parameters()
+    ours = Muon(given)
+    replay_steps(ours)
+    for made in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        own = made.param_groups[0]["params"]
+        follow(made, own, 2)
 
 
 @needs_gpu

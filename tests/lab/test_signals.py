@@ -54,7 +54,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from mars.lab.signals import Interrupt
 with Interrupt() as interrupt, interrupt.telling(lambda name: print("told", name, flush=True)):
     print("ready", flush=True)
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000_000)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 12_000_000)
     print("asked", interrupt.asked, flush=True)
     signal.raise_signal(signal.SIGTERM)
 print("over", signal.set_wakeup_fd(-1))
@@ -141,3 +141,14 @@ def test_handlers_are_put_back_after_an_error() -> None:
     with pytest.raises(ValueError, match="Interrupt"):
         work()
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_workers_leave_ignored_signals_ignored() -> None:
+    """A study under nohup would end with its terminal."""
+    program = (
+        "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); print('ready', flush=True)\n"
+        "from mars.lab import workers; workers.begin()\n"
+        "print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, signal.getsignal(signal.SIGTERM))"
+    )
+    out, _ = start(program=program).communicate(timeout=60)
+    assert out.startswith("True <function")

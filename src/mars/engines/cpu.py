@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from mars.engines import foreach
 from mars.engines.batch import Batch
@@ -18,47 +19,55 @@ from mars.rule import KINDS
 from mars.rule.estimator import kappa
 from mars.rule.halves import join
 
-PORTION = 1 << 18  # elements, or one tensor
+# Elements that are done together, or one tensor; of matrices more, so that stacks stay large.
+PORTION, MATRICES = 1 << 18, 1 << 20
 
 
 def step(batch: Batch, length: Tensor | None) -> None:
-    if KINDS[batch.kind].matrix:  # stacks of matrices are better the larger they are
-        foreach.step(batch, length)
-        return
     portions = list(_portions(batch))
-    room = _room(batch, portions)
-    for rows in portions:
+    room = _room(batch, [rows for rows, fits in portions if fits])
+    for rows, fits in portions:
         part = _part(batch, rows)
-        own = length[rows] if length is not None and length.ndim else length
-        if _fits(batch, rows[0]):
-            _adamw(part, own, room)
+        if fits:
+            _adamw(part, length, room)
         else:
-            foreach.step(part, own)
+            foreach.step(part, length)
+
+
+def norms(batch: Batch) -> list[Tensor]:
+    found: list[Tensor] = list(batch.x)
+    for rows, _ in _portions(batch):
+        for i, own in zip(rows, foreach.norms(_part(batch, rows)), strict=True):
+            found[i] = own
+    return found
+
+
+def _portions(batch: Batch) -> Iterator[tuple[list[int], bool]]:
+    """Rows that are done together, and whether the kernel takes them."""
+    matrix = KINDS[batch.kind].matrix
+    order = list(range(len(batch.x)))
+    if matrix:  # those of one shape are a stack
+        order.sort(key=lambda i: batch.x[i].shape)
+    rows: list[int] = []
+    size, before = 0, False
+    for i in order:
+        fits, own = _fits(batch, i), batch.x[i].numel()
+        if rows and (size + own > (MATRICES if matrix else PORTION) or fits != before):
+            yield rows, before
+            rows, size = [], 0
+        rows.append(i)
+        size, before = size + own, fits
+    if rows:
+        yield rows, before
 
 
 def _room(batch: Batch, portions: list[list[int]]) -> Tensor | None:
-    """Memory for two copies of the largest tensor, if it is no portion of several.
+    """Memory for two copies of the largest tensor, if it is larger than a portion.
 
     Asked for anew by every operation, it would cost as much as what is done in it.
     """
-    large = [batch.x[rows[0]].numel() for rows in portions if _fits(batch, rows[0])]
-    most = max(large, default=0)
+    most = max((batch.x[rows[0]].numel() for rows in portions), default=0)
     return batch.m[0].new_empty(2, most) if most > PORTION else None
-
-
-def _portions(batch: Batch) -> Iterator[list[int]]:
-    """Rows that are done together: neighbours that the kernel takes, or does not."""
-    rows: list[int] = []
-    size, before = 0, False
-    for i, x in enumerate(batch.x):
-        fits = _fits(batch, i)
-        if rows and (size + x.numel() > PORTION or fits != before):
-            yield rows
-            rows, size = [], 0
-        rows.append(i)
-        size, before = size + x.numel(), fits
-    if rows:
-        yield rows
 
 
 def _fits(batch: Batch, i: int) -> bool:
@@ -109,6 +118,8 @@ def _adamw(batch: Batch, length: Tensor | None, room: Tensor | None) -> None:
     )  # fmt: skip
     if decay:
         torch._foreach_add_(x, moved)
+    else:  # the kernel writes behind autograd's back; a graph that saved a parameter must notice
+        increment_version(batch.x)
     foreach.split_into(batch, x)
     if batch.h and batch.keep_g:
         torch._foreach_copy_(batch.h, batch.g)

@@ -24,11 +24,12 @@ class Muon(torch.optim.Muon):
     addresses (``replayed``), all that does not depend on the learning rate becomes a CUDA graph.
     """
 
+    _replayed: Replayed | None = None  # a copy has none: it steps as torch does
+
     def __init__(self, params: Iterable[Tensor], **options: Any) -> None:
         params = list(params)
         super().__init__([as_matrix(p.detach(), p) for p in params], **options)
         self.param_groups[0]["params"] = params
-        self._replayed: Replayed | None = None
 
     def replayed(self) -> None:
         """From now on gradients stay where they are: replay what is computed from them."""

@@ -28,7 +28,8 @@ _compiled: object = None  # in a worker: what its last run was compiled for
 def begin() -> None:
     """In a worker: keep a signal until there is a run that can answer it; end with the parent."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: _asked.append(number))
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda number, frame: _asked.append(number))
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

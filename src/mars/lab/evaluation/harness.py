@@ -130,6 +130,7 @@ def _quiet() -> Iterator[None]:
         (task, "tqdm", lambda items, **_: items),
         (evaluator, "get_git_commit_hash", lambda: None),  # of the directory we are in
     ]
+    theirs = [row for row in theirs if hasattr(row[0], row[1])]  # in this version of lm-eval
     kept = [getattr(module, name) for module, name, _ in theirs]
     for module, name, ours in theirs:
         setattr(module, name, ours)

@@ -64,7 +64,7 @@ def variance_command(args: VarianceArgs) -> int:
 
         try:
             rows = measure(e, min(cores(), len(e.trajectories)), looks, watch)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, InterruptedError):  # a worker may be asked alone
             sys.stdout.write("stopped; the same command goes on from here\n")
             return 0
         write(e, rows, directory.path, kept.seconds + time.monotonic() - began)
