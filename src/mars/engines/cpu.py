@@ -1,7 +1,7 @@
 """The CPU engine: torch's fused AdamW kernel on corrected gradients.
 
 Tensors are done in portions, so that what one operation hands to the next is still in a cache, and
-the step needs no more memory than for its largest tensor.
+the step needs no more memory than for its largest tensors.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ PORTION, MATRICES = 1 << 18, 1 << 20
 
 
 def step(batch: Batch, length: Tensor | None) -> None:
+    assert length is None or not length.ndim  # one a tensor is for sharded ones: not here
     portions = list(_portions(batch))
     room = _room(batch, [rows for rows, fits in portions if fits])
     for rows, fits in portions:
