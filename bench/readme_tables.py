@@ -123,9 +123,12 @@ def accuracies(seeds: str, shorter: str, bare: str) -> str:
 
 
 def complete(folder: str) -> list[tuple[Any, Any, float]]:
-    """Header, last record and highest accuracy of the runs that came to their end."""
+    """Header, last record and highest accuracy of the runs that came to their end.
+
+    Beside them lies AdamW with MARS's settings, apart: a report would take both for one grid.
+    """
     found = []
-    for log in sorted((RESULTS / folder).glob("*/log.jsonl")):
+    for log in sorted(RESULTS.glob(f"{folder}*/*/log.jsonl"), key=lambda path: path.parent.name):
         header, *records = map(json.loads, log.read_text().splitlines())
         if records[-1]["kind"] == "end" and records[-1]["status"] == "done":
             best = max(r["accuracy"] for r in records if r["kind"] == "valid")

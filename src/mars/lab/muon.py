@@ -112,12 +112,12 @@ class Replayed:
             self.passed, self.recorded = 0, None
         if self.recorded is None:
             self.matrices = []
-        if self.recorded is None and self.passed >= WARM:
-            self.recorded = Recorded(self.optimizer.orthogonalise, ())
-        if self.recorded is None:
-            self.optimizer.orthogonalise()
-            self.passed += 1
-        else:
+            if self.passed < WARM:
+                self.optimizer.orthogonalise()
+                self.passed += 1
+            else:  # which computes nothing
+                self.recorded = Recorded(self.optimizer.orthogonalise, ())
+        if self.recorded is not None:
             self.recorded.replay(())
         matrices = iter(self.matrices)
         for group in self.optimizer.param_groups:
