@@ -195,6 +195,14 @@ def test_an_arm_that_cannot_be_made_here_is_left_out_and_told() -> None:
         command._cannot(replace(good, arms=(bad,), comparisons=()))
 
 
+def test_only_the_arms_asked_for_are_run(tmp_path: Path, capsys: Capture) -> None:
+    assert command._others(quick(), ()) == set()
+    assert command._cannot(quick(), {"MARS"}) == {}
+    assert main(["study", NAME, "--out", str(tmp_path), "--arms", "MARS", "--jobs", "2"]) == 0
+    assert {r.arm for r in Results(tmp_path).read()} == {"MARS"}
+    assert "AdamW" in capsys.readouterr().out  # the verdict says what is not known
+
+
 def test_a_run_is_begun_beside_another_only_if_both_can_be_finished(tmp_path: Path) -> None:
     here = stretch.Stretch(quick(), tmp_path, HERE, seconds=100)
     want = Wanted(quick().arms[0], 1e-2, 0, Stage.FIRST)
@@ -226,6 +234,7 @@ def test_how_many_go_together_is_remembered(tmp_path: Path) -> None:
         (["tiny-clip", "--seconds", "1"], 1, "--seconds must be 5 or more, it is 1"),
         (["tiny-clip", "--seeds", "2"], 1, "--seeds must be 3 or more"),
         (["tiny-clip", "--jobs", "0"], 1, "--jobs must be 1 or more"),
+        (["tiny-batch", "--arms", "AdamW"], 1, "no arm 'AdamW': AdamW, 1k; MARS-AdamW, 1k"),
         (["tiny-clip", "--second", "9"], 2, "unrecognized"),
         (["tiny-clip", "--verdict-only"], 1, "runs/study-tiny-clip/results.jsonl is not there"),
         (["clip-50m", "--out", "x"], 1, "data/text is not there: make it with `mars data"),

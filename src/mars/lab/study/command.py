@@ -7,6 +7,7 @@ import math
 import shlex
 import sys
 import textwrap
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ class StudyArgs:
     """End within so many seconds: what cannot be finished is not begun, or saved to go on with."""
     out: str | None = None
     """Where results.jsonl, verdict.md and report.html are; by default runs/study-NAME."""
+    arms: tuple[str, ...] = ()
+    """Run only these arms this time; the verdict is about all."""
     jobs: int | None = None
     """Runs at the same time; by default one a core on a CPU, and as many as pay on a GPU."""
     seeds: int | None = None
@@ -87,14 +90,15 @@ def go_on(name: str, args: StudyArgs, command: str) -> int:
         fingerprint.check(study, file.read(), directory)
     else:
         study.common()
-        without = _cannot(study)
+        others = _others(study, args.arms)
+        without = _cannot(study, others)
         here = fingerprint.of_study(study)
         fingerprint.check(study, file.read(), directory, here)
         with RunDirectory(directory).lock():
             _take(study, file, args.take, here)
             stretch = Stretch(
                 study, directory, here, seconds=args.seconds, jobs=args.jobs, seeds=args.seeds,
-                command=command, without=without,
+                command=command, without={*without, *others},
             )  # fmt: skip
             failed = stretch.go()
     if failed is not None:
@@ -117,16 +121,26 @@ def _take(study: Study, file: Results, others: tuple[str, ...], here: dict[str, 
         sys.stderr.write(f"{other}: {len(new)} of its runs are runs of {study.name} too\n")
 
 
-def _cannot(study: Study) -> dict[str, str]:
+def _others(study: Study, chosen: Sequence[str]) -> set[str]:
+    """The arms that are not to be run this time."""
+    labels = [arm.label for arm in study.arms]
+    for label in chosen:
+        if label not in labels:
+            raise LabError(f"study {study.name} has no arm {label!r}: {'; '.join(labels)}")
+    return set(labels).difference(chosen or labels)
+
+
+def _cannot(study: Study, others: Collection[str] = ()) -> dict[str, str]:
     """Arms that cannot be trained here (a package is missing, say), and why; not all of them."""
     found = {}
-    for arm in study.arms:
+    arms = [arm for arm in study.arms if arm.label not in others]
+    for arm in arms:
         run = study.run(arm)
         try:
             build(tasks.of(run).miniature(), run.optimizer)
         except LabError as error:
             found[arm.label] = str(error)
-    if len(found) == len(study.arms):
+    if len(found) == len(arms):
         raise LabError(next(iter(found.values())))
     return found
 
