@@ -81,16 +81,6 @@ def _difference(d: Difference | None, decimals: int = 3) -> str:
     return f"{mean} ({low} to {high}){'' if d.resolved else ', not resolved'}"
 
 
-def best_rates(summary: Summary) -> str:
-    """The optimizers of a race at their best rates, the baseline first."""
-    entries = sorted(summary.ranked, key=lambda entry: entry is not summary.baseline)
-    rows = [
-        [_label(e, summary.baseline), units.rate(e.lr), _loss(list(e.scores.values()))]
-        for e in entries
-    ]
-    return table(["", "best rate", "validation loss"], rows)
-
-
 def every_rate(summary: Summary) -> str:
     """Mean loss at every rate of a race, and at the best one the difference from the baseline."""
     rates = sorted({p.lr for e in summary.ranked for p in e.sensitivity.points})
@@ -259,13 +249,15 @@ def grid(path: Path) -> str:
 
 
 def arms(name: str) -> str:
-    """The arms of a study, as its verdict has them; times are of a busy machine and left out."""
+    """The arms of a study that have runs, as its verdict has them."""
     lines = (RESULTS / name / "verdict.md").read_text().splitlines()
     cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
     kept = [cells[0].index(column) for column in ("best rate", "seeds", "loss", "to")]
     kept += [cells[0].index("difference, 95 % interval")]
     return table(["", *(cells[0][i] for i in kept)], [
-        [row[0], *(row[i].replace("–", "") for i in kept)] for row in cells[2:]
+        [row[0], *(row[i].replace("–", "") for i in kept)]
+        for row in cells[2:]
+        if row[kept[1]] != "0"
     ])  # fmt: skip
 
 
@@ -410,7 +402,7 @@ def cost() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "gpt-50m": lambda: best_rates(race("gpt-50m")),
+    "optimizers-50m": lambda: arms("optimizers-50m"),
     "gpt-50m-rates": lambda: every_rate(race("gpt-50m")),
     "gpt-tiny": lambda: grid(ROOT / "src/mars/lab/recipes/rates/gpt-tiny.json"),
     "conversion-h200": lambda: conversion("convert_rates_h200.json"),

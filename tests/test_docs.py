@@ -69,6 +69,7 @@ def test_snippets_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_committed_verdicts_are_what_the_results_say() -> None:
+    from mars.lab.study import times
     from mars.lab.study.questions import STUDIES, find
     from mars.lab.study.results import Results
     from mars.lab.study.verdict import markdown, verdict
@@ -77,7 +78,8 @@ def test_committed_verdicts_are_what_the_results_say() -> None:
     assert kept
     for folder in kept:
         assert folder.name in STUDIES
-        found = verdict(find(folder.name), Results(folder).read())
+        study, results = find(folder.name), Results(folder).read()
+        found = verdict(study, results, times.read(study, folder, results))
         assert (folder / "verdict.md").read_text() == markdown(found)
 
 
@@ -136,13 +138,42 @@ def test_sentences_on_the_race_are_those_of_its_logs() -> None:
     twice = {e.label: {p.lr: p.mean for p in e.sensitivity.points}[2 * e.lr] for e in (ours, base)}
     figures = (
         f"{-ours.difference.mean:.3f} lower",
-        f"(−{-ours.difference.low:.3f} to +{ours.difference.high:.3f})",
-        f"({twice['MARS-AdamW']:.3f})",
-        f"lost {twice['AdamW'] - base.loss.mean:.2f};",
+        f"(−{-ours.difference.low:.3f} to +{ours.difference.high:.3f}), not resolved",
+        f"MARS-AdamW has lost {twice['MARS-AdamW'] - ours.loss.mean:.2f} and "
+        f"AdamW {twice['AdamW'] - base.loss.mean:.2f}",
     )
-    text = " ".join((ROOT / "README.md").read_text().split())
+    text = " ".join((ROOT / "docs/results.md").read_text().split())
     for figure in figures:
-        assert figure.replace("lost", "has lost") in text, figure
+        assert figure in text, figure
+
+
+def test_sentences_on_the_study_are_those_of_its_runs() -> None:
+    from mars.lab.study.choice import ladders
+    from mars.lab.study.questions import find
+    from mars.lab.study.results import Results
+
+    study = find("optimizers-50m")
+    found = ladders(study, Results(ROOT / "docs/results/optimizers-50m").read())
+    best = {label: own.losses[own.best] for label, own in found.items() if own.best}
+
+    def below(arm: str, base: str) -> list[float]:
+        return [best[base][s] - loss for s, loss in best[arm].items() if s in best[base]]
+
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    muon = below("Muon", "AdamW")
+    assert f"Muon is {sum(muon) / len(muon):.2f} below AdamW" in readme
+    ours = below("MARS-AdamW (.9, .95)", "AdamW")
+    assert f"MARS-AdamW is {sum(ours) / len(ours):.3f} below AdamW" in readme
+    assert len(ours) == 3
+    assert min(ours) > 0
+    of_m = " and ".join(f"{d:.3f}" for d in below("MARS-M", "Muon"))
+    assert f"MARS-M is {of_m} below Muon" in readme
+    lost = [
+        found[label].losses[2 * found[label].best][0] - best[label][0]
+        for label in ("MARS-AdamW (.9, .95)", "AdamW")
+    ]
+    results = " ".join((ROOT / "docs/results.md").read_text().split())
+    assert f"it loses {lost[0]:.2f} where AdamW loses {lost[1]:.2f}" in results
 
 
 def test_figures_of_the_readme_are_those_of_the_results() -> None:

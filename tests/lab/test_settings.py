@@ -243,7 +243,7 @@ def test_a_dry_run_says_where_the_rate_comes_from(capsys: pytest.CaptureFixture[
     assert text.startswith(
         "lr 0.0006: not the best of a grid here\nnearest that is: lr 0.002: best"
     )
-    assert "on a model 2.4 times smaller, with 2,500 times fewer tokens" in text
+    assert "on a model 2.4 times smaller, with 833 times fewer tokens" in text
     assert dry(capsys, "gpt2-small", "--optimizer", "muon") == (
         "lr 0.02: no grid here had this optimizer with these options"
     )

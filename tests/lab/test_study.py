@@ -19,7 +19,7 @@ from small_study import HERE, base, result
 from mars.lab.cli import main
 from mars.lab.errors import LabError
 from mars.lab.rundir import RunDirectory
-from mars.lab.study import Arm, Claim, Comparison, Study, command, stretch, variance_command
+from mars.lab.study import Arm, Claim, Comparison, Study, command, stretch, times, variance_command
 from mars.lab.study import variance as v
 from mars.lab.study.planner import Stage, Wanted
 from mars.lab.study.questions import find
@@ -203,6 +203,22 @@ def test_only_the_arms_asked_for_are_run(tmp_path: Path, capsys: Capture) -> Non
     assert "AdamW" in capsys.readouterr().out  # the verdict says what is not known
 
 
+def test_arms_are_timed_apart_from_the_runs(tmp_path: Path, capsys: Capture) -> None:
+    words = ["study", NAME, "--out", str(tmp_path)]
+    assert main([*words, "--times"]) == 0
+    said = capsys.readouterr()
+    assert "MARS: warming up" in said.err
+    assert " a step, optimizer " in said.err
+    assert not (tmp_path / "runs").exists()
+    found = times.read(quick(), tmp_path, [])
+    assert list(found) == ["AdamW", "MARS"]
+    assert all(0 < time.optimizer < time.step for time in found.values())
+    record = json.loads((tmp_path / "times.json").read_text())
+    assert len(record["arms"]["MARS"]["rounds"]) == times.ROUNDS
+    assert main([*words, "--times", "--arms", "MARS"]) == 0
+    assert list(times.read(quick(), tmp_path, [])) == ["MARS"]
+
+
 def test_a_run_is_begun_beside_another_only_if_both_can_be_finished(tmp_path: Path) -> None:
     here = stretch.Stretch(quick(), tmp_path, HERE, seconds=100)
     want = Wanted(quick().arms[0], 1e-2, 0, Stage.FIRST)
@@ -235,6 +251,7 @@ def test_how_many_go_together_is_remembered(tmp_path: Path) -> None:
         (["tiny-clip", "--seeds", "2"], 1, "--seeds must be 3 or more"),
         (["tiny-clip", "--jobs", "0"], 1, "--jobs must be 1 or more"),
         (["tiny-batch", "--arms", "AdamW"], 1, "no arm 'AdamW': AdamW, 1k; MARS-AdamW, 1k"),
+        (["tiny-clip", "--times", "--seeds", "4"], 1, "--times goes with --arms, --out,"),
         (["tiny-clip", "--second", "9"], 2, "unrecognized"),
         (["tiny-clip", "--verdict-only"], 1, "runs/study-tiny-clip/results.jsonl is not there"),
         (["clip-50m", "--out", "x"], 1, "data/text is not there: make it with `mars data"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,15 @@ from small_study import HERE, result, study
 import mars
 from mars.lab import tasks
 from mars.lab.errors import LabError
-from mars.lab.study import Arm, Claim, Comparison
+from mars.lab.study import Arm, Claim, Comparison, times
 from mars.lab.study import fingerprint as prints
 from mars.lab.study.choice import ladders
+from mars.lab.study.fingerprint import of_arm
 from mars.lab.study.judge import Judged, judge, seeds_needed
 from mars.lab.study.page import write
 from mars.lab.study.questions import STUDIES, find
 from mars.lab.study.results import Results
+from mars.lab.study.times import Time
 from mars.lab.study.verdict import markdown, sentence, terminal, verdict
 
 RATES = (5e-3, 1e-2, 2e-2)
@@ -281,13 +284,41 @@ def test_tables_say_ratios_and_what_diverged() -> None:
     assert sentence(v.judged[0]) in terminal(v)
 
 
-def test_times_of_runs_that_shared_the_device_differently_do_not_compare() -> None:
+def test_times_of_runs_that_shared_the_device_do_not_count() -> None:
     of = study()
-    known = grid(of, {"AdamW": [3.0, 3.0, 3.0]})
-    known += [result(of, "MARS", lr, 0, 2.0 + (lr != 1e-2), at_once=2) for lr in RATES]
-    rows = {row.ladder.arm.label: row for row in verdict(of, known).rows}
-    assert rows["MARS"].tokens_ratio is not None
+    known = grid(of, {"AdamW": [3.0, 3.02, 2.98], "MARS": [2.5, 2.52, 2.48]})
+    together = [*known[:-1], replace(known[-1], at_once=2)]
+    rows = {row.ladder.arm.label: row for row in verdict(of, together).rows}
+    assert rows["MARS"].tokens_ratio == pytest.approx(0.75)
     assert rows["MARS"].time_ratio is None
+    assert rows["MARS"].time is None
+    apart = {"AdamW": Time(2.0, 0.1), "MARS": Time(3.0, 0.2)}
+    rows = {row.ladder.arm.label: row for row in verdict(of, together, apart).rows}
+    assert rows["MARS"].time_ratio == pytest.approx(0.75 * 1.5)
+    assert rows["MARS"].time == Time(3.0, 0.2)
+
+
+def test_times_are_read_only_where_they_belong_to_the_runs(tmp_path: Path) -> None:
+    of, arms = study(), {}
+    for label, step in (("AdamW", 2.0), ("MARS", 3.0), ("gone", 4.0)):
+        own = "x" if label == "gone" else of_arm(of, of.arm(label))
+        arms[label] = {"arm": own, "step": step, "optimizer": 0.1}
+    known = grid(of, {"AdamW": [3.0, 3.0, 3.0]})
+    path = tmp_path / "times.json"
+    assert times.read(of, tmp_path, known) == {}
+
+    def written(**here: str) -> dict[str, Time]:
+        path.write_text(json.dumps({"arms": arms, "fingerprint": {**HERE, **here}}))
+        return times.read(of, tmp_path, known)
+
+    assert written() == {"AdamW": Time(2.0, 0.1), "MARS": Time(3.0, 0.1)}
+    arms["MARS"]["arm"] = "changed since"
+    assert written() == {"AdamW": Time(2.0, 0.1)}
+    with pytest.raises(LabError, match="cannot go together, their device differ"):
+        written(device="another")
+    path.write_text("[]")
+    with pytest.raises(LabError, match="is damaged"):
+        times.read(of, tmp_path, known)
 
 
 def test_the_report_is_made_from_results_alone(tmp_path: Path) -> None:

@@ -29,6 +29,10 @@ const DEFAULTS = {
   seeds: '1', rates: '', group: 'all', hide: '', zoom: '',
 };
 const state = { ...DEFAULTS };
+// Curves that are made from a results file may have no times.
+const isTimed = DATA.entries.some((entry) => entry.runs.some(
+  (run) => [run.valid, run.train].some((series) => (series.seconds || []).some(Boolean))));
+const ALONG = [DATA.progress, 'step', ...(isTimed ? ['seconds'] : [])];
 
 function readHash() {
   const given = new URLSearchParams(location.hash.slice(1));
@@ -36,7 +40,7 @@ function readHash() {
     state[key] = given.has(key) ? given.get(key) : DEFAULTS[key];
   }
   // An address may be typed by anybody.
-  if (![DATA.progress, 'step', 'seconds'].includes(state.x)) state.x = DEFAULTS.x;
+  if (!ALONG.includes(state.x)) state.x = DEFAULTS.x;
   if (!Number.isFinite(Number(state.smooth))) state.smooth = DEFAULTS.smooth;
 }
 

@@ -117,7 +117,7 @@ function setUpMain() {
   const controls = byId('controls');
   if (METRICS.size > 1) controls.append(segmented('metric', 'Show', [...METRICS]));
   controls.append(
-    segmented('x', 'Over', [[DATA.progress, AXES[DATA.progress].label], ['step', 'Steps'], ['seconds', 'Wall-clock']]),
+    segmented('x', 'Over', ALONG.map((name) => [name, { step: 'Steps', seconds: 'Wall-clock' }[name] || AXES[name].label])),
     segmented('xlog', 'x axis', [['', 'Linear'], ['1', 'Log']]),
     segmented('ylog', 'y axis', [['', 'Linear'], ['1', 'Log']]),
     segmented('range', 'Range', [['detail', 'Detail'], ['all', 'All']], 'Detail leaves out the fall of the first tenth'));

@@ -17,7 +17,7 @@ from mars.lab.errors import LabError
 from mars.lab.optimizers import build
 from mars.lab.report import fit
 from mars.lab.rundir import RunDirectory, write_atomically
-from mars.lab.study import fingerprint, page
+from mars.lab.study import fingerprint, page, times
 from mars.lab.study.definition import Study
 from mars.lab.study.questions import STUDIES, find
 from mars.lab.study.results import Results
@@ -52,6 +52,9 @@ class StudyArgs:
     """Directories of other studies: runs that are the same here and there are not run again."""
     device: str | None = None
     """cpu, cuda or cuda:1; by default a GPU if there is one."""
+    times: bool = False
+    """Run nothing: time the steps of all arms, in turns, alone on the device. Needed for ratios of
+    time if runs go side by side."""
     verdict_only: bool = False
     """Run nothing: the verdict from the results file."""
 
@@ -94,13 +97,16 @@ def go_on(name: str, args: StudyArgs, command: str) -> int:
         without = _cannot(study, others)
         here = fingerprint.of_study(study)
         fingerprint.check(study, file.read(), directory, here)
+        left_out = {*without, *others}
         with RunDirectory(directory).lock():
             _take(study, file, args.take, here)
-            stretch = Stretch(
-                study, directory, here, seconds=args.seconds, jobs=args.jobs, seeds=args.seeds,
-                command=command, without={*without, *others},
-            )  # fmt: skip
-            failed = stretch.go()
+            if args.times:
+                times.measure(study, directory, here, command, left_out)
+            else:
+                failed = Stretch(
+                    study, directory, here, seconds=args.seconds, jobs=args.jobs,
+                    seeds=args.seeds, command=command, without=left_out,
+                ).go()  # fmt: skip
     if failed is not None:
         failed |= without
     tell(study, directory)
@@ -153,6 +159,8 @@ def _check(args: StudyArgs) -> None:
     for other in args.take:
         if not Results(Path(other)).path.exists():
             raise LabError(f"--take: {Results(Path(other)).path} is not there")
+    if args.times and (args.verdict_only or args.take or args.seeds or args.jobs or args.seconds):
+        raise LabError("--times goes with --arms, --out, --data, --valid and --device alone")
     if args.take and args.verdict_only:
         raise LabError("--take adds runs, --verdict-only changes nothing: give one of them")
 
@@ -171,7 +179,8 @@ def _here(study: Study, args: StudyArgs) -> Study:
 
 def tell(study: Study, directory: Path) -> None:
     """Print the verdict, write it and the report."""
-    found = verdict(study, Results(directory).read())
+    results = Results(directory).read()
+    found = verdict(study, results, times.read(study, directory, results))
     sys.stdout.write(terminal(found, fit.room()) + "\n\n")
     written = [directory / "verdict.md"]
     write_atomically(written[0], markdown(found).encode())

@@ -129,6 +129,18 @@ def check(
             )
 
 
+def first_difference(
+    results: Sequence[Result], made: dict[str, str], directory: Path
+) -> str | None:
+    """In what some result differs from what was made elsewhere; None if in nothing."""
+    declared = equivalents(directory)
+    for part, name in PARTS.items():
+        values = {made[part], *(result.fingerprint.get(part, "unknown") for result in results)}
+        if len({_canonical(part, value, declared) for value in values}) > 1:
+            return name
+    return None
+
+
 def shared(
     study: Study, others: Sequence[Result], directory: Path, here: dict[str, str]
 ) -> list[Result]:

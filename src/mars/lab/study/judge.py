@@ -62,8 +62,9 @@ def _judge(c: Comparison, found: Mapping[str, Ladder], seeds: int) -> Judged:
     if needed is None:
         why = "the interval contains the claim's limit, and no number of seeds can be named"
         return Judged(c, "not resolved", d, why)
-    said = f"about {needed - n} more" if needed <= MOST else f"more than {MOST}"
-    why = f"the interval contains the claim's limit; {said} seeds would resolve it"
+    more = "seed" if needed - n == 1 else "seeds"
+    said = f"about {needed - n} more {more}" if needed <= MOST else f"more than {MOST} seeds"
+    why = f"the interval contains the claim's limit; {said} would resolve it"
     return Judged(c, "not resolved", d, f"{why} if mean and spread stay", needed - n)
 
 

@@ -66,8 +66,9 @@ def _page(v: Verdict, labels: list[str], path: Path) -> Path | None:
 
 
 def _log(v: Verdict, result: Result, folder: Path) -> None:
-    """A log with what the results file knows."""
+    """A log with what the results file knows; its times are those of steps alone on the device."""
     arm = v.study.arm(result.arm)
+    time = next(row.time for row in v.rows if row.ladder.arm is arm)
     run = v.study.run(arm, result.lr, result.seed)
     steps, per_step = run.loop.steps, tasks.of(run).per_step
     header = {
@@ -79,20 +80,23 @@ def _log(v: Verdict, result: Result, folder: Path) -> None:
         "hardware": {"name": result.fingerprint["device"]},
         "code": result.fingerprint["code"], "command": f"mars study {v.study.name}",
     }  # fmt: skip
-    step = result.step_seconds
-    place = {"step": steps, "tokens": result.tokens, "seconds": result.seconds}
+
+    def seconds(step: float) -> float | None:
+        return None if time is None else step * time.step
+
+    place = {"step": steps, "tokens": result.tokens, "seconds": seconds(steps)}
     train = {
-        "kind": "train", **place, "loss": None, "step_seconds": step,
-        "optimizer_seconds": step * result.optimizer_share
-        if step and result.optimizer_share is not None else None,
-        "tokens_per_second": per_step / step if step else None,
+        "kind": "train", **place, "loss": None,
+        "step_seconds": None if time is None else time.step,
+        "optimizer_seconds": None if time is None else time.optimizer,
+        "tokens_per_second": None if time is None else per_step / time.step,
         "memory": result.memory,
     }  # fmt: skip
     names = list(result.curve)
-    valid: list[dict[str, Any]] = [
-        {"kind": "valid", **dict(zip(names, row, strict=True))}
-        for row in zip(*result.curve.values(), strict=True)
-    ]
+    valid: list[dict[str, Any]] = []
+    for row in zip(*result.curve.values(), strict=True):
+        values = dict(zip(names, row, strict=True))
+        valid.append({"kind": "valid", **values, "seconds": seconds(values["step"])})
     end = {"kind": "end", **place, "status": "done", "valid": result.final}
     own = folder / Wanted(arm, result.lr, result.seed, Stage.SEEDS).name
     own.mkdir()

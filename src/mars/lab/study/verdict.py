@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from mars.lab.study.definition import Study
 from mars.lab.study.judge import Judged, judge
 from mars.lab.study.planner import wanted
 from mars.lab.study.results import Result
+from mars.lab.study.times import Time, middle
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Row:
     difference: Difference | None = None
     tokens_ratio: float | None = None  # to the baseline's final loss, of the baseline's own
     time_ratio: float | None = None
-    step_seconds: float | None = None
+    time: Time | None = None  # of a step
     variance_ratio: float | None = None
     independent: float | None = None
 
@@ -52,14 +53,28 @@ class Verdict:
         return f"{_plural(len(self.results), 'run')}, {left}; {said}"
 
 
-def verdict(study: Study, results: Sequence[Result]) -> Verdict:
-    """Judge what there is."""
+def verdict(
+    study: Study, results: Sequence[Result], times: Mapping[str, Time] | None = None
+) -> Verdict:
+    """Judge what there is. ``times``: of steps, as measured apart from the runs."""
     known = {arm.label for arm in study.arms}
     results = [result for result in results if result.arm in known]
+    times = times or _own_times(results)
     found = ladders(study, results)
-    rows = tuple(_row(study, found, results, arm.label) for arm in study.arms)
+    rows = tuple(_row(study, found, results, times, arm.label) for arm in study.arms)
     judged = tuple(judge(study, results))
     return Verdict(study, tuple(results), rows, judged, len(wanted(study, results)))
+
+
+def _own_times(results: Sequence[Result]) -> dict[str, Time]:
+    """From the runs, if each had the device for itself."""
+    if any(r.at_once > 1 for r in results):
+        return {}
+    steps: dict[str, list[Time]] = defaultdict(list)
+    for r in results:
+        if r.step_seconds is not None:
+            steps[r.arm].append(Time(r.step_seconds, r.step_seconds * (r.optimizer_share or 0.0)))
+    return {label: middle(own) for label, own in steps.items()}
 
 
 def at_best(ladder: Ladder, results: Sequence[Result]) -> list[Result]:
@@ -70,30 +85,31 @@ def at_best(ladder: Ladder, results: Sequence[Result]) -> list[Result]:
 
 
 def _row(
-    study: Study, found: dict[str, Ladder], results: Sequence[Result], label: str
+    study: Study, found: dict[str, Ladder], results: Sequence[Result],
+    times: Mapping[str, Time], label: str,
 ) -> Row:  # fmt: skip
     own = at_best(found[label], results)
     row = Row(
         found[label],
         spread([r.loss for r in own]),
-        step_seconds=_mean([r.step_seconds for r in own]),
+        time=times.get(label),
         variance_ratio=_mean([r.variance_ratio for r in own]),
         independent=_mean([r.independent for r in own]),
     )
     base = study.baseline_of(label)
     theirs = at_best(found[base], results) if base is not None else []
-    if not own or not theirs:
+    if base is None or not own or not theirs:
         return row
     target = math.fsum(r.loss for r in theirs) / len(theirs)
-    shared = Counter(r.at_once for r in own) & Counter(r.at_once for r in theirs)
-    usual = next(iter(shared.most_common(1)), (0, 0))[0]
-    alike = [[r for r in some if r.at_once == usual] for some in (own, theirs)]
-    return Row(
-        row.ladder, row.loss, base, paired(_finals(own), _finals(theirs)),
-        _ratio(own, theirs, "tokens", target),
-        _ratio(alike[0], alike[1], "seconds", target) if shared else None,
-        row.step_seconds, row.variance_ratio, row.independent,
-    )  # fmt: skip
+    steps = _ratio(own, theirs, "step", target)
+    timed = steps is not None and label in times and base in times
+    return replace(
+        row,
+        baseline=base,
+        difference=paired(_finals(own), _finals(theirs)),
+        tokens_ratio=_ratio(own, theirs, "tokens", target),
+        time_ratio=steps * times[label].step / times[base].step if steps and timed else None,
+    )
 
 
 def _finals(results: Sequence[Result]) -> dict[int, float]:
@@ -150,7 +166,7 @@ def cells(row: Row) -> tuple[str, ...]:
         ladder.arm.label, rate, str(0 if loss is None else loss.n),
         "–" if loss is None else units.loss(loss.mean) + spread_, row.baseline or "–", gap,
         _share(row, row.tokens_ratio), _share(row, row.time_ratio),
-        units.seconds(row.step_seconds), ratio,
+        units.seconds(None if row.time is None else row.time.step), ratio,
     )  # fmt: skip
 
 
@@ -206,8 +222,8 @@ def markdown(v: Verdict) -> str:
         *table, "",
         "Loss: final validation loss at the best rate, mean ± standard deviation over seeds. "
         "Difference: paired by seed (same initial weights, same batches). Tokens, time: to the "
-        "baseline's final loss, relative to the baseline's own; time only between runs that had "
-        "equally much of the device.", "",
+        "baseline's final loss, relative to the baseline's own; time is that of the steps, as they "
+        "take when nothing else is on the device.", "",
         f"{v.count}.", "",
     ]  # fmt: skip
     if diverged:
