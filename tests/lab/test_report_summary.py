@@ -193,6 +193,17 @@ def test_one_label_with_two_configurations_becomes_two(tmp_path: Path) -> None:
     assert labels == ["MARS-M gamma=0.025", "MARS-M gamma=0.05"]
 
 
+def test_rates_make_a_grid_only_where_all_else_is_equal(tmp_path: Path) -> None:
+    for lr, decay, rate_1d in ((1e-3, 0.1, 1e-3), (2e-3, 0.1, 2e-3), (4e-3, 0.3, 4e-3)):
+        config = logs.header("adamw")["config"]
+        config["optimizer"] |= {"weight_decay": decay, "lr_1d": rate_1d}
+        config["loop"]["threads"] = 1 if lr > 1e-3 else 2  # changes nothing
+        run(tmp_path / str(lr), "adamw", 0, {0: 5.0, 400: 3 - lr}, lr=lr, config=config)
+    summary = summarise(load([tmp_path]))
+    rates = {e.label: [p.lr for p in e.sensitivity.points] for e in summary.entries}
+    assert rates == {"AdamW weight_decay=0.1": [1e-3, 2e-3], "AdamW weight_decay=0.3": [4e-3]}
+
+
 def test_of_equal_runs_the_newest_counts(tmp_path: Path) -> None:
     run(tmp_path / "a", "adamw", 0, {0: 5.0, 400: 3.0}, time="2026-01-02")
     run(tmp_path / "b", "adamw", 0, {0: 5.0, 400: 2.0}, time="2026-01-01")

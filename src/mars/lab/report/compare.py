@@ -13,6 +13,7 @@ Setting = tuple[tuple[str, str], ...]  # (facet, value) pairs
 
 # Where configurations of equal optimizers may differ without being different optimizers.
 OWN = ("seed", "lr", "lr_1d", "name", "label")
+TUNED = ("optimizer", "schedule")  # parts in which one grid of rates must agree
 ELSEWHERE = ("model", "data", "keep")  # parts that are compared otherwise, or say nothing
 
 
@@ -73,11 +74,12 @@ def labels(runs: Sequence[RunLog]) -> list[str]:
         flat = [flatten(runs[i].header.get("config")) for i in members]
         keys = dict.fromkeys(key for config in flat for key in config)
         differ = [k for k in keys if len({str(c.get(k)) for c in flat}) > 1 and not _own(k)]
-        facets = [k for k in differ if k.split(".")[0] not in ELSEWHERE]
-        if len({(runs[i].lr, runs[i].seed) for i in members}) < len(members):
-            for i, config in zip(members, flat, strict=True):
-                extra = ", ".join(f"{k.split('.')[-1]}={config.get(k)}" for k in facets)
-                names[i] = f"{label} {extra}" if extra else label
+        facets = [k for k in differ if k.split(".")[0] in TUNED]
+        if len({(runs[i].lr, runs[i].seed) for i in members}) < len(members):  # no grid either
+            facets = [k for k in differ if k.split(".")[0] not in ELSEWHERE]
+        for i, config in zip(members, flat, strict=True):
+            extra = ", ".join(f"{k.split('.')[-1]}={config.get(k)}" for k in facets)
+            names[i] = f"{label} {extra}" if extra else label
     return names
 
 

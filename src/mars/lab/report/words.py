@@ -113,7 +113,7 @@ def table(summary: Summary, room: int | None = None) -> str:
     """Plain text of at most 100 columns, or fewer: the rows, then what to be warned of."""
     base = summary.baseline.label if summary.baseline else summary.asked
     columns = IMAGES if summary.measure.unit == "images" else TEXT
-    head = tuple(title.format(f"to {base}"[:24]) for title in columns)
+    head = tuple(title.format(_cut(f"to {base}", 20)) for title in columns)
     rows = [head, *(_row(entry, columns) for entry in summary.entries)]
     others = sum(max(len(row[i]) for row in rows) + 2 for i in range(1, len(head)))
     rows = [(_cut(row[0], max(12, WIDTH - others)), *row[1:]) for row in rows]
@@ -177,4 +177,6 @@ def _align(rows: fit.Rows) -> str:
 
 
 def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
+    """Without its middle, if it is too long: labels of one optimizer differ at the end."""
+    tail = (width - 1) // 2
+    return text if len(text) <= width else f"{text[: width - 1 - tail]}…{text[-tail:]}"

@@ -1,8 +1,8 @@
 """The studies that are asked here, as data; each name is a command: `mars study NAME`.
 
 Those on gpt-50m and GPT-2 small read tokens from data/text: 56M training tokens, so that 20M are
-a third of an epoch, 59M are 1.05 epochs, 118M are 2.1 and 210M are 3.7. The ``tiny-`` ones need no data and no GPU: the same
-questions where an answer takes minutes and means little.
+a third of an epoch, 59M are 1.05 epochs, 118M are 2.1 and 210M are 3.7. The ``tiny-`` ones need no
+data and no GPU: the same questions where an answer takes minutes and means little.
 """
 
 from __future__ import annotations
