@@ -454,3 +454,34 @@ def test_a_resume_between_the_protocols_calls_is_no_misuse(caplog) -> None:
     p.grad = gradient(p, 3)
     optimizer.step()
     assert not caplog.text
+
+
+def test_what_is_corrected_from_now_on_is_evaluated_there_too() -> None:
+    model, batches = make_model(), make_batches(3)
+    optimizer = MARS(model.parameters(), is_approx=False)
+
+    def step(batch: torch.Tensor) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    step(batches[0])
+    optimizer.param_groups[0]["optimize_1d"] = True
+    step(batches[1])
+    bias = model[0].bias
+    assert "last_grad" in optimizer.state[bias]
+    step(batches[2])
+    assert bias.isfinite().all()
+
+
+def test_a_step_without_gradients_is_none_of_the_protocol() -> None:
+    model, batches = make_model(), make_batches(2)
+    optimizer = MARS(model.parameters(), is_approx=False)
+    optimizer.step()
+    loss_of(model, batches[0]).backward()
+    optimizer.step()
+    assert optimizer.state[model[0].weight]["step"] == 1

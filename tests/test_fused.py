@@ -540,3 +540,88 @@ def test_fused_is_insisted_on_but_for_the_layout() -> None:
     MARS([strided], fused=True)  # goes to foreach
     with pytest.raises(RuntimeError, match="float64: it takes float32"):
         MARS([nn.Parameter(strided.detach().double())], fused=True)
+
+
+@pytest.mark.parametrize("clip", ["tensor", "global"])
+def test_gradients_scaled_beyond_the_root_of_the_largest_float(clip: str) -> None:
+    """As a GradScaler under bfloat16 comes to in time: their squares would be infinite."""
+    ends, norms = [], []
+    for options in ({"fused": True}, {"foreach": True}):
+        torch.manual_seed(0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**72)
+        x = nn.Parameter(torch.randn(40, 50))
+        optimizer = MARS([x], clip=clip, max_grad_norm=0.5, **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale((1e-2 * x * torch.randn_like(x)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        ends.append(x)
+        norms.append(optimizer.grad_norm)
+    assert_alike(*([x] for x in ends))
+    torch.testing.assert_close(*norms)
+
+
+@pytest.mark.parametrize("clip", ["tensor", "global"])
+def test_a_negative_gamma_is_clipped_too(clip: str) -> None:
+    """None is accepted, but a group may be given one."""
+    a = make((128, 128))
+    b = [nn.Parameter(x.detach().clone()) for x in a]
+    one, two = MARS(a, fused=True, clip=clip), MARS(b, foreach=False, clip=clip)
+    for optimizer in (one, two):
+        optimizer.param_groups[0]["gamma"] = -0.2  # κ = −3.8
+    for _ in range(3):
+        give(a, 0.9 / 128)
+        step_alike(one, two, a, b)
+        torch.testing.assert_close(
+            one.state[a[0]]["exp_avg"], two.state[b[0]]["exp_avg"], rtol=1e-4, atol=1e-7
+        )
+
+
+def test_what_a_replayed_graph_has_written_is_not_taken_for_known() -> None:
+    lengths = []
+    for options in ({"fused": True, "capturable": True}, {"foreach": False}):
+        torch.manual_seed(0)
+        x = nn.Parameter(torch.randn(128, 128))
+        optimizer = MARS([x], **options)
+        for _ in range(2):
+            give([x], 0.1 / 128)
+            optimizer.step()
+        optimizer.state[x]["last_grad"].numpy()[:] = 5 / 128  # no version is raised by it
+        before = optimizer.state[x]["exp_avg"].clone()
+        give([x], 0.3 / 128)
+        optimizer.step()
+        lengths.append((optimizer.state[x]["exp_avg"] - 0.95 * before).norm() / 0.05)
+    torch.testing.assert_close(*lengths)
+
+
+def test_a_grad_scaler_and_a_last_gradient_that_begins_late() -> None:
+    x = nn.Parameter(torch.randn(6, 4))
+    optimizer = MARS([x], fused=True, mars_type="mars-lion", clip=None, max_grad_norm=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+
+    def step(scale: float = 1.0) -> None:
+        optimizer.zero_grad()
+        scaler.scale((scale * x * torch.ones(6, 4)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()
+    optimizer.param_groups[0]["clip"] = "tensor"
+    step(float("inf"))  # skipped
+    before = optimizer.state[x]["exp_avg"].clone()
+    step()
+    g = torch.full((6, 4), 0.1 / 24**0.5)  # clipped to 0.1
+    torch.testing.assert_close(optimizer.state[x]["exp_avg"], 0.95 * before + 0.05 * g)
+    step()
+    assert optimizer._plan is not None
+    assert optimizer.state[x]["last_grad"].isfinite().all()
+
+
+def test_tables_are_made_on_the_host_whatever_the_default_device_is() -> None:
+    xs = make((6, 4), (7,))
+    optimizer = MARS(xs, fused=True, mars_type="mars-m")
+    give(xs)
+    with torch.device("meta"):
+        optimizer.step()
+    assert all(x.device.type == "cpu" for x in optimizer.state[xs[0]].values())

@@ -167,7 +167,7 @@ def _bad_lr(s):
     ("spoil", "message"),
     [
         (_drop("exp_avg"), r"lacks \['exp_avg'\].*truncated"),
-        (_drop("last_grad"), r"lacks \['last_grad'\]"),
+        (_drop("exp_avg_sq"), r"lacks \['exp_avg_sq'\]"),
         (_drop("step"), r"lacks \['step'\]"),
         (_reshape, r"exp_avg has shape \(3, 4\), the parameter \(4, 3\)"),
         (_bad_option, "Invalid mars_type: 'mars-bar'"),
@@ -177,7 +177,7 @@ def _bad_lr(s):
         (lambda s: s.pop("state"), "without 'state'"),
         (lambda s: s.pop("param_groups"), "without 'param_groups'"),
     ],
-    ids=["no m", "no h", "no step", "shape", "type", "lr", "groups", "size", "state", "options"],
+    ids=["no m", "no v", "no step", "shape", "type", "lr", "groups", "size", "state", "options"],
 )
 def test_a_wrong_state_dict_is_refused_and_changes_nothing(spoil, message) -> None:
     optimizer, _ = stepped(steps=3)
@@ -373,3 +373,42 @@ def test_consumed_gradients_are_ours_alone() -> None:
     assert torch.equal(optimizer.state[p]["last_grad"], kept)
     assert not optimizer.state[q]["last_grad"].requires_grad
     copy.deepcopy(optimizer)
+
+
+@pytest.mark.parametrize("engine", [{"foreach": False}, {"foreach": True}, {}])
+def test_a_last_gradient_that_begins_late_is_the_clipped_one(engine: dict) -> None:
+    optimizer, p = stepped(mars_type="mars-lion", clip=None, max_grad_norm=1e-3, **engine)
+    optimizer.param_groups[0]["clip"] = "tensor"
+    before = optimizer.state[p]["exp_avg"].clone()
+    p.grad = torch.ones(4, 3)
+    optimizer.step()
+    g = p.grad * 1e-3 / 12**0.5
+    torch.testing.assert_close(optimizer.state[p]["exp_avg"], 0.95 * before + 0.05 * g)
+    torch.testing.assert_close(optimizer.state[p]["last_grad"], g, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [({}, {"amsgrad": True}), ({"clip": None, "second_moment": "raw"}, {"clip": "tensor"})],
+)
+def test_own_state_loads_whatever_was_switched_on_before_it_was_saved(
+    options: dict, change: dict, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer, p = stepped(**options)
+    optimizer.param_groups[0].update(change)
+    other, q = stepped(**options)
+    other.load_state_dict(snapshot(optimizer))
+    assert "the state of 1 tensors lacks" in caplog.text
+    for one, x in ((optimizer, p), (other, q)):
+        torch.manual_seed(0)
+        x.grad = torch.randn(4, 3)
+        one.step()
+    assert_same(optimizer.state_dict(), other.state_dict())
+
+
+def test_counts_on_the_device_are_loaded_there() -> None:
+    p = nn.Parameter(torch.zeros(4, 3, device="meta"))
+    saved, _ = stepped(capturable=True)
+    optimizer = MARS([p], capturable=True)
+    optimizer.load_state_dict(saved.state_dict())
+    assert optimizer.state[p]["step"].device.type == "meta"

@@ -69,8 +69,9 @@ def _batches(optimizer: MARS, may_fuse: bool) -> tuple[list[tuple[Batch, str]], 
         columns: list[list[Any]] = [[] for _ in range(11)]
         kinds: list[str] = []
         fused: list[bool] = []
+        begins: list[bool] = []
         layouts: list[Any] = []
-        optimizer._init_group(group, may_fuse, kinds, fused, layouts, *columns)
+        optimizer._init_group(group, may_fuse, kinds, fused, begins, layouts, *columns)
         x, t = columns[0], columns[2]
         split: dict[Any, int] = {}
         other = engine_for(group, x)
@@ -78,10 +79,13 @@ def _batches(optimizer: MARS, may_fuse: bool) -> tuple[list[tuple[Batch, str]], 
             other = "reference"
         for i, kind in enumerate(kinds):
             spread = layouts[i] is not None
-            key = (kind, x[i].device, x[i].dtype, fused[i], spread)
+            late = begins[i] and not torch.compiler.is_compiling()  # a graph would stay without γ
+            key = (kind, x[i].device, x[i].dtype, fused[i], spread, late)
             if key not in split:
                 split[key] = len(batches)
                 batch = new_batch(kind, group, index, x[i], t[i], fused[i])
+                if late:
+                    batch.k = batch.k._replace(gamma=0.0)
                 engine = "foreach" if spread or _shared(optimizer, batch) else other
                 batches.append((batch, "fused" if fused[i] else engine))
                 members.append([])

@@ -95,8 +95,8 @@ def _evaluate_there(
         with torch.no_grad():
             for p in _corrected(optimizer):
                 if p in there:
-                    h = optimizer.state[p]["last_grad"]
-                    h.zero_() if p.grad is None else h.copy_(p.grad)
+                    own, h = optimizer.state[p], torch.zeros_like(p) if p.grad is None else p.grad
+                    own["last_grad"] = _store(own.get("last_grad"), h)
     finally:
         with torch.no_grad():
             for p, value in here.items():
@@ -126,7 +126,9 @@ def remember(optimizer: MARS, with_closure: bool) -> None:
         return
     # A step at lr = 0 (DCP makes the state by one) leaves the parameters where h was taken.
     rates = [group["lr"] for group in optimizer.param_groups]
-    if not all(not isinstance(lr, torch.Tensor) and lr == 0 for lr in rates):
+    if any(p.grad is not None for p in corrected) and not all(
+        not isinstance(lr, torch.Tensor) and lr == 0 for lr in rates
+    ):
         optimizer._h = "used"
     for p in corrected:
         own = optimizer.state.get(p, {})

@@ -71,7 +71,8 @@ class MARS(Optimizer):
         maximize: ascend.
         foreach: multi-tensor engine; None leaves the choice to ``fused`` and torch.optim's rule.
         fused: the engine of Triton kernels: None picks it on CUDA for the tensors that it takes
-            (``mars.explain`` says which and why), True insists on it, False is without it.
+            (``mars.explain`` says which and why), True insists on it, False is without it, and
+            without torch's fused kernel on a CPU.
         capturable: keep step counts on the device, so that CUDA graphs can capture a step.
         differentiable: let autograd run through the step.
         clip: ``"tensor"`` (each corrected tensor to norm 1), ``"global"`` (one norm over all of
@@ -288,7 +289,10 @@ class MARS(Optimizer):
         # A GradScaler hands these over if the whole step is fused; see _step_supports_amp_scaling.
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if batches and found_inf is not None:
-            raise RuntimeError("a GradScaler was told that all is fused, and it is not")
+            raise RuntimeError(
+                "a GradScaler left unscaling and skipping to the fused step, and this step is not "
+                "all fused (it is compiled, captured, or changed since): use fused=False with it"
+            )
         if not approximate or self._holds_last_param:
             exact.remember(self, closure is not None)
         if plan is not None:
@@ -324,7 +328,15 @@ class MARS(Optimizer):
             return False
         pairs = [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
         alone = one_launch(pairs) or not any(shares_norm(g, p) for g, p in pairs)
-        return bool(pairs) and alone and all(self._is_fused(g, p) for g, p in pairs)
+        if not pairs or not alone or not all(self._is_fused(g, p) for g, p in pairs):
+            return False
+        return not any(self._begins_late(g, p) for g, p in pairs)
+
+    def _begins_late(self, group: Group, p: Tensor) -> bool:
+        own = self.state.get(p, {})
+        if "step" not in own or "last_grad" in own:
+            return False
+        return state.begins_late(own, state.buffers(state.kind_of(p, group), p, group))
 
     def _is_fused(self, group: Group, p: Tensor) -> bool:
         g = p.grad
@@ -356,7 +368,7 @@ class MARS(Optimizer):
 
     def _init_group(
         self, group: Group, may_fuse: bool, kinds: list[str], fused: list[bool],
-        layouts: list[Any], *columns: list[Any],
+        begins: list[bool], layouts: list[Any], *columns: list[Any],
     ) -> None:  # fmt: skip
         """Fill the lists for the parameters that have a gradient; make the state they miss.
 
@@ -375,11 +387,10 @@ class MARS(Optimizer):
             if (kind, p.dtype) not in needed:
                 needed[kind, p.dtype] = state.buffers(kind, p, group)
             names = needed[kind, p.dtype]
-            fuse = may_fuse and self._is_fused(group, p)
+            late = state.begins_late(own, names)
+            fuse = may_fuse and not late and self._is_fused(group, p)
             if "last_grad" not in names:
                 state.drop_last_grad(own, kind, group)
-            elif "step" in own and "last_grad" not in own:
-                state.start_last_grad(own, p, names)  # needed from now on: c = g this once
             if "step" not in own:
                 own["step"] = self._new_step(p, group, fused=fuse)
             state.complete(own, p, names)
@@ -392,5 +403,6 @@ class MARS(Optimizer):
             for column, value in zip(columns, (*row, low), strict=True):
                 column.append(local(p, value, group) if sharded else value)
             layouts.append(layout_of(p, group) if sharded else None)
+            begins.append(late)
             kinds.append(kind)
             fused.append(fuse)

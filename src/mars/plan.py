@@ -121,8 +121,9 @@ class Plan:
         graph = capturing()
         if graph and self not in optimizer._captured:
             optimizer._captured.append(self)  # the graph replays on what it holds
-        # A replay does not ask who has written to h since.
-        known = versions == self.versions and self.repeats and not graph
+        # A replay neither asks who has written to h since nor tells that it has.
+        graphs = graph or any(group["capturable"] for group in optimizer.param_groups)
+        known = versions == self.versions and self.repeats and not graphs
         for launch, own in self.launches:
             launch.run(own, *self._addresses(own), known, grad_scale, found_inf, graph)
         # Kernels write behind autograd's back; a graph that saved a parameter must notice.

@@ -8,7 +8,7 @@ together in `mars.exchange`, by the plan that `owners` makes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -215,7 +215,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], int(torch.Size(shape[1:]).numel())
 
 
-@cache
+@lru_cache(64)  # gradients may come and go: as many plans as that
 def owners(costs: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     """Which rank orthogonalises which matrix: the most expensive first, each to the least loaded.
 
@@ -229,7 +229,7 @@ def owners(costs: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     return tuple(owner)
 
 
-@cache
+@lru_cache(64)  # gradients may come and go: as many plans as that
 def rounds(costs: tuple[int, ...], owner: tuple[int, ...], count: int) -> tuple[int, ...]:
     """In which round a matrix travels: each owner's work in ``count`` parts, about equal."""
     done = dict.fromkeys(owner, 0)

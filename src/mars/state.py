@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,17 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
 
 
+logger = logging.getLogger("mars")
+
 # The low half of a 16-bit parameter; the two formats are not interchangeable, so neither are names.
 LOW_HALF = {torch.bfloat16: "param_low_bf16", torch.float16: "param_low_fp16"}
 
 
 # The exponents of a buffer of 8 bits, one a group of elements.
 EXPONENT = {name: f"{name}_exponent" for name in ("exp_avg", "exp_avg_sq", "last_grad")}
+
+# What is made when an option begins to need it: a tensor that is not stepped afterwards lacks it.
+LATER = {"last_grad", EXPONENT["last_grad"], "max_exp_avg_sq"}
 
 # The buffers of a row of a batch, after (x, g, t) and before the low half; see Batch.add.
 ROW = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad", *EXPONENT.values())
@@ -98,22 +104,18 @@ def complete(own: dict[str, Any], p: Tensor, names: Mapping[str, torch.dtype]) -
         elif own[name].dtype != dtype:
             raise RuntimeError(
                 f"{name} is kept in {own[name].dtype}, and {dtype} is needed now: set "
-                "state_dtype before the first step, and leave the parameter's dtype what it was"
+                "state_dtype and is_approx before the first step, and leave the parameter's dtype "
+                "what it was"
             )
 
 
-def start_last_grad(own: dict[str, Any], p: Tensor, names: Mapping[str, torch.dtype]) -> None:
-    """Begin with h = g, in h's format.
+def begins_late(own: Mapping[str, Any], names: Mapping[str, torch.dtype]) -> bool:
+    """Whether the last gradient is needed from now on, by a tensor that has been stepped without.
 
-    exp_avg has been n = m − γ·h until now, of an h that nobody has; its share is made up for by β₁.
+    Its first step is then taken with c = g, after any scaling of g: h would be a g of before.
+    (exp_avg has been n = m − γ·h until now; the share of that h is made up for by β₁.)
     """
-    assert p.grad is not None
-    g = p.grad.detach()
-    if names["last_grad"] == torch.uint8:
-        bits = formats.random_bits(g, 0.0, 3)
-        own["last_grad"], own[EXPONENT["last_grad"]] = formats.encode(g.float(), bits, signed=True)
-    else:
-        own["last_grad"] = torch.empty_like(p, dtype=names["last_grad"]).copy_(g)
+    return "last_grad" in names and "step" in own and "last_grad" not in own
 
 
 def drop_last_grad(own: dict[str, Any], kind: str, group: Mapping[str, Any]) -> None:
@@ -209,7 +211,8 @@ def load(
             for name, value in saved.items():
                 if name == "step" and isinstance(value, Tensor):
                     # Counted on a device: on this one, then. Torch's own counts are float32.
-                    to = p.device if value.device.type != "cpu" else value.device
+                    on_device = group["capturable"] or group["fused"] or value.device.type != "cpu"
+                    to = p.device if on_device else value.device
                     own[name] = value.to(to) if value.is_floating_point() else value.to(to).float()
                 if name == "step" or not isinstance(value, Tensor):
                     continue
@@ -269,14 +272,26 @@ def _check_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
     names = list(chain.from_iterable(g.get("param_names", ()) for g in optimizer.param_groups))
     order = {id(p): i for i, p in enumerate(chain.from_iterable(
         g["params"] for g in optimizer.param_groups))}  # fmt: skip
+    ours = all("mars_type" in group for group in state_dict["param_groups"])
     for p, saved, group in _matched(optimizer, state_dict):
         i = order[id(p)]
         who = f"parameter {i}" + (f" ({names[i]})" if names else "")
-        _check_buffers(who, p, saved, group)
+        _check_buffers(who, p, saved, group, LATER if ours else set())
+    late = sum(
+        "step" in own and not (LATER & buffers(kind_of(p, group), p, group).keys()) <= own.keys()
+        for p, own, group in _matched(optimizer, state_dict)
+    )
+    if late:
+        logger.warning(
+            "the state of %d tensors lacks what an option needs that was switched on after their "
+            "last step (or the state dict is truncated): it begins with zeros", late
+        )  # fmt: skip
 
 
-def _check_buffers(who: str, p: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    optional = set(LOW_HALF.values())  # absent where the state comes from a float32 run
+def _check_buffers(
+    who: str, p: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any], later: set[str]
+) -> None:
+    optional = later | set(LOW_HALF.values())  # these where the state comes from a float32 run
     required = {"step", *buffers(kind_of(p, group), p, group)} - optional
     if set(saved) == {"previous_grad"}:
         required = set()  # exact mode, saved between update_previous_grad and the first step

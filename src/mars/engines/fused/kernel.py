@@ -113,13 +113,12 @@ def _squares(
         begin = start + first
         limit = n - begin
         g = load(pointer(gradient, GRAD) + begin, offsets, limit, VECTOR, 2, "evict_last")
-        c = g.to(tl.float32)
+        c = g.to(tl.float32) * scale
         if CORRECTED:
             h = load_state(
                 last, exponents, begin, offsets, limit, VECTOR, 2, "evict_last", H_FORM, GRAD,
                 True, BLOCK,
             )  # fmt: skip
-            c *= scale
             c += kappa * (c - h)
         total += c * c
     return tl.sum(total)
@@ -229,7 +228,7 @@ def _update(
     return tl.sum(squares)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["h_known"])  # 0 in the first step: the second would compile again
 def step(
     table, gradients, hypers, work, n_tensors, n_normed, n_clipped, h_known, counters, figures,
     norm_sums, exact_sums, update_sums, total, found_inf, ANY: tl.constexpr, ALL: tl.constexpr,
@@ -264,19 +263,19 @@ def step(
             start = item.to(tl.int64) * NORM_ITEM
             if ((gradient & 15) == 0) & (start + NORM_ITEM <= n):
                 part = _squares(
-                    gradient, last, 0, start, n, kappa, 1.0, True, False, GRAD, H_FORM,
+                    gradient, last, 0, start, n, kappa, unscale, True, False, GRAD, H_FORM,
                     NORM_ITEM, BLOCK,
                 )  # fmt: skip
             else:
                 part = _squares(
-                    gradient, last, 0, start, n, kappa, 1.0, False, False, GRAD, H_FORM,
+                    gradient, last, 0, start, n, kappa, unscale, False, False, GRAD, H_FORM,
                     NORM_ITEM, BLOCK,
                 )  # fmt: skip
             sums = norm_sums + tl.load(row + at.NORM_FIRST)
             tl.store(sums + item, part)
             count = tl.load(row + at.NORM_COUNT).to(tl.int32)
             if arrive(counter + at.NORM_DONE) == count - 1:
-                length = tl.sqrt(add_up(sums, count)).to(tl.float32) * unscale
+                length = tl.sqrt(add_up(sums, count)).to(tl.float32)
                 tl.store(figure + at.G_NORM, length)
                 if TOGETHER:
                     if arrive(counters + at.NORMS) == n_normed - 1:

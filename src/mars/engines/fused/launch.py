@@ -17,6 +17,7 @@ from torch import Tensor
 from mars.engines.batch import Batch
 from mars.engines.fused import kernel
 from mars.engines.fused import layout as at
+from mars.engines.fused.host import on_host, upload
 from mars.engines.fused.matrices import Stacks
 from mars.rule import KINDS
 
@@ -48,19 +49,18 @@ class Slots:
             return self.captured[values]
         slot = self.held.pop(values, None)
         if slot is None:
-            host = torch.tensor(values, dtype=self.dtype, pin_memory=self.device.type == "cuda")
             if len(self.held) < SLOTS:
                 slot = torch.empty(self.size, dtype=self.dtype, device=self.device)
             else:
                 slot = self.held.pop(next(iter(self.held)))  # the one not used for longest
-            slot.copy_(host, non_blocking=True)
+            slot.copy_(on_host(values, self.dtype, self.device), non_blocking=True)
         (self.captured if capturing else self.held)[values] = slot
         return slot
 
 
 def _items(op: tl.constexpr, tensor: int, size: int, item: int, backwards: bool = False) -> Tensor:
     """Rows (op and tensor, item) of the list of work, for one tensor."""
-    index = torch.arange(max(1, -(-size // item)), dtype=torch.int32)
+    index = torch.arange(max(1, -(-size // item)), dtype=torch.int32, device="cpu")
     entry = torch.full_like(index, (op.value << 28) + tensor)
     return torch.stack([entry, index.flip(0) if backwards else index], 1)
 
@@ -76,8 +76,8 @@ def schedule(sizes: Sequence[int], flags: Sequence[int], together: bool, normed:
     # Backwards: what the norms read last is still in the cache.
     updates = [i for i in reversed(everyone) if not small[i]]
     parts += [_items(at.UPDATE, i, sizes[i], UPDATE_ITEM, True) for i in updates]
-    ones = torch.tensor([(at.SMALL.value << 28) + i for i in everyone if small[i]])
-    parts.append(torch.stack([ones, torch.zeros_like(ones)], 1).to(torch.int32))
+    ones = [(at.SMALL.value << 28) + i for i in everyone if small[i]]
+    parts.append(torch.tensor([ones, [0] * len(ones)], dtype=torch.int32, device="cpu").T)
     return torch.cat(parts)
 
 
@@ -158,8 +158,9 @@ class Launch:
         clipped = sum(bool(flag & at.CLIPPED.value) for flag in flags)
         self.counts = (self.n if self.normed else clipped, clipped)  # tensors with NORM, with EXACT
         self.flags = (reduce(or_, flags), reduce(and_, flags))
-        self.table = torch.tensor(rows, dtype=torch.int64).to(self.device)
-        self.work = schedule(sizes, flags, self.together, self.normed).to(self.device)
+        self.table = upload(rows, torch.int64, self.device)
+        work = schedule(sizes, flags, self.together, self.normed)
+        self.work = upload(work, torch.int32, self.device)
         counters = at.CONTROL.value + at.COUNTERS.value * self.n
         self.counters = torch.zeros(counters, dtype=torch.int32, device=self.device)
         wide: Any = {"dtype": torch.float32, "device": self.device}  # whatever the default is

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mars.engines.batch import Batch
 from mars.engines.fused import matrix as kernels
+from mars.engines.fused.host import upload
 from mars.rule import KINDS, moonlight, shampoo
 from mars.rule.newton_schulz import COEFFICIENTS, NewtonSchulz, Quintic
 
@@ -155,8 +156,8 @@ class Stacks:
                 matrices = [[number, rows > cols] for number, rows, cols, _ in part]
                 aligned = short % 16 == 0 and long % 16 == 0 and all(a for *_, a in part)
                 on_device = (
-                    torch.tensor(scales, dtype=torch.float32).to(device),
-                    torch.tensor(matrices, dtype=torch.int64).to(device),
+                    upload(scales, torch.float32, device),
+                    upload(matrices, torch.int64, device),
                 )
                 self.stacks.append(Stack(kind, short, long, ns, *on_device, aligned))
         self.space: dict[str, Tensor] = {}

@@ -19,10 +19,11 @@ def clip_scale(length):
 
 @triton.jit
 def decide(figure, phase, h_known):
-    """After the last Σg² of a tensor: is the scale 1 for sure, as (1+κ)‖g‖ + κ‖h‖ ≤ 1?"""
+    """After the last Σg² of a tensor: is the scale 1 for sure, as |1+κ|‖g‖ + |κ|‖h‖ ≤ 1?"""
     kappa = tl.load(figure + at.KAPPA)
+    g_norm = tl.load(figure + at.G_NORM, cache_modifier=".cg")
     h_norm = tl.load(figure + at.H_NORM)
-    bound = (1.0 + kappa) * tl.load(figure + at.G_NORM, cache_modifier=".cg") + kappa * h_norm
+    bound = tl.abs(1.0 + kappa) * g_norm + tl.abs(kappa) * h_norm
     sure = (bound <= SURE) & (h_known != 0)
     publish(phase, tl.where(sure, at.KNOWN, at.NEEDS_EXACT))
 
@@ -63,7 +64,7 @@ def decide_all(table, n_tensors, n_clipped, hypers, counters, figures, total, h_
         g_norm = tl.load(figure + at.G_NORM, mask=inside, other=0.0, cache_modifier=".cg")
         h_norm = tl.load(figure + at.H_NORM, mask=inside, other=0.0)
         kappa = tl.load(figure + at.KAPPA, mask=inside, other=0.0)
-        bound = (1.0 + kappa) * g_scale * g_norm + kappa * h_norm
+        bound = tl.abs(1.0 + kappa) * g_scale * g_norm + tl.abs(kappa) * h_norm
         square = tl.where(clipped, tl.where(shared, bound, 0.0), 0.0).to(tl.float64)
         bounds += square * square
         unsure += tl.where(clipped, tl.where(bound <= SURE, 0, 1), 0)
