@@ -261,3 +261,64 @@ def test_routes_are_told_apart() -> None:
     groups = by_name(mars.param_groups(Gpt(), mars_type="mars-m", routes=routes))
     assert groups["wte.weight"]["mars_type"] == "mars-m"
     assert groups["blocks.0.attn.weight"]["mars_type"] == "plain-adamw"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.fc = nn.Linear(4, 4), nn.Linear(4, 2)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [torch.compile, nn.DataParallel, lambda net: torch.compile(nn.DataParallel(net))],
+    ids=["compile", "parallel", "both"],
+)
+def test_a_wrapped_model_is_routed_as_it_was(wrap) -> None:
+    net = Net()
+
+    def routing(model: nn.Module) -> dict:
+        groups = mars.param_groups(model, mars_type="mars-m")
+        return {p: group["name"] for group in groups for _, p in group["params"]}
+
+    assert routing(net)[net.fc.weight] == "head"
+    assert routing(wrap(net)) == routing(net)
+
+
+def test_the_lr_of_vectors_is_their_rate() -> None:
+    net = Net()
+    groups = mars.param_groups(net, mars_type="mars-m", vectors={"lr": 1e-4, "weight_decay_1d": 0})
+    assert "plain-adamw  0.0001" in str(groups)
+    optimizer = mars.MARS(groups, lr=0.02, lr_1d=3e-3)
+    before = net.fc.bias.detach().clone()
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    torch.testing.assert_close(before - net.fc.bias, torch.full((2,), 1e-4))
+    for options, betas, kind in (({}, (0.5, 0.5), "plain-adamw"),
+                                 ({"optimize_1d": True}, (0.5, 0.5), "mars-adamw")):  # fmt: skip
+        groups = mars.param_groups(net, vectors={"betas": betas}, **options)
+        (vectors,) = (group for group in groups if group["name"] == "vectors")
+        assert (vectors["betas"], vectors["mars_type"]) == (betas, kind)
+
+
+def test_a_rate_that_moves_with_another_says_so() -> None:
+    groups = mars.param_groups(Net(), routes=[("inner", {"lr": 1e-4})])
+    assert "lr_1d × 0.0001/lr" in str(groups)
+    groups.append({"params": [("x", torch.zeros(3, 3))]})
+    assert "x  " in str(groups)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lr": 1.0}, "whatever lowers lr lowers that as well"),
+        ({"lr": 0.02}, ""),
+    ],
+)
+def test_a_large_lr_beside_the_default_lr_1d_is_pointed_out(
+    options: dict, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    mars.MARS(Net().parameters(), **options)
+    assert said in caplog.text
+    assert bool(caplog.text) == bool(said)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 
 import pytest
 import torch
@@ -412,3 +413,45 @@ def test_counts_on_the_device_are_loaded_there() -> None:
     optimizer = MARS([p], capturable=True)
     optimizer.load_state_dict(saved.state_dict())
     assert optimizer.state[p]["step"].device.type == "meta"
+
+
+def test_parameters_in_another_order_are_refused_if_their_names_are_known() -> None:
+    def made(*names: str) -> MARS:
+        optimizer = MARS([(name, nn.Parameter(torch.zeros(3, 3))) for name in names])
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.ones(3, 3)
+        optimizer.step()
+        return optimizer
+
+    saved = made("a", "b").state_dict()
+    with pytest.raises(ValueError, match="number 0 is 'b', and in the state dict 'a'"):
+        made("b", "a").load_state_dict(saved)
+    made("a", "b").load_state_dict(saved)
+    made("module.a", "module.b").load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    "option", [{"clip": "x"}, {"second_moment": "foo"}, {"matrix_rule": "3d"}, {"ns_dtype": "int"}]
+)
+def test_a_word_that_a_group_is_given_later_is_checked(option: dict) -> None:
+    optimizer, p = stepped()
+    optimizer.param_groups[0].update(option)
+    before = p.detach().clone()
+    (name,) = option
+    with pytest.raises(ValueError, match=f"Invalid {name}"):
+        optimizer.step()
+    assert torch.equal(p, before)
+
+
+def test_dtypes_by_name_or_as_torch_has_them() -> None:
+    p = nn.Parameter(torch.zeros(3, 3))
+    by_type = MARS([p], state_dtype=torch.bfloat16, ns_dtype=torch.float32, max_grad_norm=math.inf)
+    group = by_type.param_groups[0]
+    assert (group["state_dtype"], group["ns_dtype"]) == ("bfloat16", "float32")
+    p.grad = torch.ones(3, 3)
+    by_type.step()
+    assert by_type.grad_norm == 3.0
+    own = MARS([{"params": [p], "state_dtype": {"exp_avg": torch.bfloat16}}])
+    assert own.param_groups[0]["state_dtype"] == {"exp_avg": "bfloat16"}
+    with pytest.raises(ValueError, match="Invalid state_dtype"):
+        MARS([p], state_dtype=torch.int8)

@@ -19,14 +19,36 @@ from mars.dispatch import (
     new_batch,
     one_launch,
     shares_norm,
+    steps_now,
 )
 from mars.engines import CELLS, Batch, foreach
 from mars.plan import Plan
 from mars.rule import KINDS
 from mars.sharding import Ranks, flops, matrix_shape
+from mars.state import begins_late, buffers, kind_of
 
 if TYPE_CHECKING:
     from mars.optimizer import MARS
+
+
+def _stepped(optimizer: MARS) -> list[tuple[dict[str, Any], Tensor]]:
+    """(group, parameter) of what has a gradient."""
+    return [(g, p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+
+
+def may_scale(optimizer: MARS) -> bool:
+    """Whether all is fused, so that a GradScaler may leave unscaling and skipping to the step."""
+    if optimizer._observer is not None or not all(g["is_approx"] for g in optimizer.param_groups):
+        return False
+    pairs = _stepped(optimizer)
+    alone = one_launch(pairs) or not any(shares_norm(g, p) for g, p in pairs)
+    if not pairs or not alone:
+        return False
+    return all(
+        steps_now(group, p, optimizer._ranks)
+        and not begins_late(optimizer.state.get(p, {}), buffers(kind_of(p, group), p, group))
+        for group, p in pairs
+    )
 
 
 def collect(optimizer: MARS, plan: Plan | None) -> tuple[Plan | None, list[tuple[Batch, str]]]:
@@ -49,7 +71,7 @@ def collect(optimizer: MARS, plan: Plan | None) -> tuple[Plan | None, list[tuple
             return plan, rest
     fused = [batch for batch, name in found if name == "fused"]
     made = None
-    pairs = [(g, p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    pairs = _stepped(optimizer)
     shared = any(shares_norm(g, p) for g, p in pairs)
     if fused and shared and not (len(fused) == len(found) and one_launch(pairs)):
         found, _ = _batches(optimizer, may_fuse=False)

@@ -98,6 +98,13 @@ def why_not_fused(group: Group, p: Tensor, ranks: Ranks = ALONE) -> str | None:
     return None
 
 
+def steps_now(group: Group, p: Tensor, ranks: Ranks) -> bool:
+    """Whether the fused engine steps this tensor now: with a gradient that is dense and alike."""
+    g = p.grad
+    dense = g is not None and g.dtype == p.dtype and g.is_contiguous()
+    return dense and why_not_fused(group, p, ranks) is None
+
+
 def shares_norm(group: Group, p: Tensor) -> bool:
     """Whether the step of this tensor needs a norm over many tensors."""
     clipped = group["clip"] == "global" and needs_last_grad(kind_of(p, group), group)

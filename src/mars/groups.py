@@ -19,7 +19,7 @@ from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
 
-from mars.options import SMALLEST_BASE_LR, check_known, check_values
+from mars.options import SMALLEST_BASE_LR, check_known, check_values, with_names
 from mars.rule import KINDS
 from mars.state import kind_of
 
@@ -36,6 +36,10 @@ ROUTED_BY = {"mars_type": "mars-adamw", "matrix_rule": "2d", "optimize_1d": Fals
 
 _EMBEDDING = re.compile(r"(^|[._])(wte|wpe|emb|(tok|pos|patch)?_?embed\w*|cls_token)([._]|$)")
 _HEAD = re.compile(r"(^|\.)(lm_head|head|heads|classifier|score|embed_out)(\.|$)|^(fc|output)\.")
+# What torch.compile, DDP, FSDP and checkpointing put into names: a wrapped model is routed alike.
+_WRAPPED = re.compile(
+    r"^(module\.)+|(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
 
 
 DEFAULT_LR_1D = 3e-3
@@ -61,6 +65,13 @@ def warn_about_vectors(groups: Iterable[dict[str, Any]], lr: float, lr_1d: float
             "trained by AdamW at lr_1d=%g, %.0f times more: set lr_1d, or use MARS.from_adamw",
             lr, vectors, lr_1d, lr_1d / lr,
         )  # fmt: skip
+    elif vectors and lr_1d == DEFAULT_LR_1D and lr > lr_1d * 100:
+        logger.warning(
+            "lr=%g is for matrices. %d tensors that are none (biases, norms, convolutions) are "
+            "trained by AdamW at lr_1d=%g, and whatever lowers lr lowers that as well: set "
+            "lr_1d=%g too if a schedule brings lr down from there",
+            lr, vectors, lr_1d, lr,
+        )  # fmt: skip
 
 
 def warn_about_decay(groups: Sequence[dict[str, Any]], weight_decay: Any) -> None:
@@ -82,10 +93,13 @@ class ParamGroups(list[dict[str, Any]]):
         """One line a parameter: where it goes and what trains it."""
         rows = [("parameter", "shape", "count", "group", "trained by", "lr", "weight_decay")]
         for group in self:
+            group = {**ROUTED_BY, "name": "", **group}
             for name, p in group["params"]:
-                kind = kind_of(p, {"matrix_rule": "2d", "optimize_1d": False, **group})
+                kind = kind_of(p, group)
                 adamw = not KINDS[kind].corrected
                 rate = group.get("lr_1d", "lr_1d") if adamw else group.get("lr", "default")
+                if rate == "lr_1d" and "lr" in group and kind != group["mars_type"]:
+                    rate = f"lr_1d × {group['lr']}/lr"  # it moves with lr
                 decay = "weight_decay" if kind == group["mars_type"] else "weight_decay_1d"
                 unsaid = "weight_decay_1d" if adamw else "default"
                 rows.append((
@@ -173,6 +187,7 @@ def param_groups(
         A list of groups; ``print`` it to see the routing.
     """
     check_known(options, "param_groups")
+    options = with_names(options)
     check_values({**options, "mars_type": mars_type})
     _check_routes(routes)
     usual = "adamw" if KINDS[mars_type].matrix else "mars"
@@ -185,6 +200,7 @@ def param_groups(
     }
     for what, to in destinations.items():
         _check_destination(what, to)
+    destinations["vectors"] = _of_vectors(destinations["vectors"], options)
     named = _named_parameters(model)
     tables = _embedding_tables(model)
     members: dict[str, list[tuple[str, Tensor]]] = {"matrices": []}
@@ -235,12 +251,24 @@ def _role(
     for i, (pattern, _) in enumerate(routes):
         if re.search(pattern, name) if isinstance(pattern, str) else pattern(name, p):
             return i
+    while (bare := _WRAPPED.sub("", name)) != name:
+        name = bare
     shape = {"mars_type": "mars-adamw", "matrix_rule": matrix_rule, "optimize_1d": False}
     if p in tables or (p.ndim >= 2 and _EMBEDDING.search(name)):
         return "embeddings"
     if kind_of(p, shape) != "mars-adamw":
         return "vectors"
     return "head" if _HEAD.search(name) else "matrices"
+
+
+def _of_vectors(to: Destination, options: dict[str, Any]) -> Destination:
+    """A dict of options for vectors is AdamW's: its lr is their rate."""
+    if not isinstance(to, dict) or "mars_type" in to:
+        return to
+    if to.get("optimize_1d", options.get("optimize_1d")):
+        return to
+    own = {name: to[source] for name, source in ADAMW_OPTIONS.items() if source in to}
+    return {**own, **to, "mars_type": "plain-adamw"}
 
 
 def _options(to: Destination, mars_type: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -264,7 +292,7 @@ def _options(to: Destination, mars_type: str, options: dict[str, Any]) -> dict[s
 def _check_destination(what: str, to: object) -> None:
     if isinstance(to, dict):
         check_known(to, f"param_groups, {what}")
-        check_values(to)
+        check_values(with_names(to))
     elif to not in ("mars", "adamw", "no-decay"):
         raise ValueError(
             f"{what}: unknown destination {to!r}: it must be 'mars', 'adamw', 'no-decay' or a dict "

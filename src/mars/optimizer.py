@@ -16,11 +16,18 @@ from torch.optim.optimizer import (
 )
 
 from mars import exact, state
-from mars.collect import collect, step_batches
-from mars.dispatch import NOT_CONTIGUOUS, capturing, one_launch, shares_norm, why_not_fused
+from mars.collect import collect, may_scale, step_batches
+from mars.dispatch import NOT_CONTIGUOUS, capturing, steps_now, why_not_fused
 from mars.engines import Batch
 from mars.groups import DEFAULT_LR_1D, resolve, warn_about_decay, warn_about_vectors
-from mars.options import as_float, check_known, check_values, plain_numbers
+from mars.options import (
+    as_float,
+    check_choices,
+    check_known,
+    check_values,
+    plain_numbers,
+    with_names,
+)
 from mars.plan import Plan
 from mars.sharding import Ranks, gradient, is_sharded, layout_of, local
 
@@ -66,8 +73,8 @@ class MARS(Optimizer):
         lr_1d: AdamW's rate (3e-3) for tensors that are not matrices, as long as ``lr`` has its
             initial value; it moves in proportion to ``lr``.
         betas_1d: AdamW's betas for these tensors.
-        weight_decay_1d: AdamW's decay of them. A group that sets ``weight_decay=0`` decays nothing,
-            unless it sets ``weight_decay_1d`` too.
+        weight_decay_1d: AdamW's decay of them, also if ``weight_decay`` is 0; but a group dict with
+            ``weight_decay=0`` decays nothing, unless it has ``weight_decay_1d`` too.
         maximize: ascend.
         foreach: multi-tensor engine; None leaves the choice to ``fused`` and torch.optim's rule.
         fused: the engine of Triton kernels: None picks it on CUDA for the tensors that it takes
@@ -143,7 +150,7 @@ class MARS(Optimizer):
         process_group: ProcessGroup | None = None,
     ) -> None:
         self._ranks = Ranks.checked(ranks, process_group)
-        defaults: Group = {
+        defaults: Group = with_names({
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "amsgrad": amsgrad, "gamma": gamma, "is_approx": is_approx, "mars_type": mars_type,
             "optimize_1d": optimize_1d, "lr_1d": lr_1d, "betas_1d": betas_1d,
@@ -153,7 +160,7 @@ class MARS(Optimizer):
             "ns_steps": ns_steps, "ns_coefficients": ns_coefficients, "ns_dtype": ns_dtype,
             "consume_grads": consume_grads, "max_grad_norm": max_grad_norm,
             "state_dtype": state_dtype,
-        }  # fmt: skip
+        })  # fmt: skip
         check_values(defaults)
         defaults = plain_numbers(defaults, differentiable)
         # What lr_1d is measured against, whatever lr becomes.
@@ -178,7 +185,7 @@ class MARS(Optimizer):
         """Add a group; its options are checked before anything is changed."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
-        group = self._ranks.without(resolve(param_group, self.defaults))
+        group = with_names(self._ranks.without(resolve(param_group, self.defaults)))
         check_known(group, f"parameter group {len(self.param_groups)}")
         if group.get("weight_decay", 1.0) == 0.0:
             group.setdefault("weight_decay_1d", 0.0)
@@ -324,24 +331,7 @@ class MARS(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a GradScaler may leave unscaling and skipping to the step: if all is fused."""
-        if self._observer is not None or not all(g["is_approx"] for g in self.param_groups):
-            return False
-        pairs = [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
-        alone = one_launch(pairs) or not any(shares_norm(g, p) for g, p in pairs)
-        if not pairs or not alone or not all(self._is_fused(g, p) for g, p in pairs):
-            return False
-        return not any(self._begins_late(g, p) for g, p in pairs)
-
-    def _begins_late(self, group: Group, p: Tensor) -> bool:
-        own = self.state.get(p, {})
-        if "step" not in own or "last_grad" in own:
-            return False
-        return state.begins_late(own, state.buffers(state.kind_of(p, group), p, group))
-
-    def _is_fused(self, group: Group, p: Tensor) -> bool:
-        g = p.grad
-        dense = g is not None and g.dtype == p.dtype and g.is_contiguous()
-        return dense and why_not_fused(group, p, self._ranks) is None
+        return may_scale(self)
 
     def _check_capture(self) -> None:
         """torch's check that a CUDA graph capture and ``capturable`` agree (renamed in 2.12)."""
@@ -355,6 +345,8 @@ class MARS(Optimizer):
 
     def _check_gradients(self) -> None:
         for group in self.param_groups:
+            if not torch.compiler.is_compiling():
+                check_choices(group)
             for p in group["params"]:
                 if p.grad is not None:
                     state.check_gradient(p, group)
@@ -388,7 +380,7 @@ class MARS(Optimizer):
                 needed[kind, p.dtype] = state.buffers(kind, p, group)
             names = needed[kind, p.dtype]
             late = state.begins_late(own, names)
-            fuse = may_fuse and not late and self._is_fused(group, p)
+            fuse = may_fuse and not late and steps_now(group, p, self._ranks)
             if "last_grad" not in names:
                 state.drop_last_grad(own, kind, group)
             if "step" not in own:

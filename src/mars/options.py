@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mars.rule import KINDS
@@ -76,7 +77,8 @@ def _steps(value: Any) -> str | None:
 
 
 def _max_norm(value: Any) -> str | None:
-    fits = value is None or (not isinstance(value, Tensor) and _number(value) and value > 0)
+    """An infinite one clips nothing, and tells the norm."""
+    fits = value is None or (_is(Real, value) and value > 0)
     return None if fits else "must be None or a positive number"
 
 
@@ -158,6 +160,31 @@ def check_values(options: Mapping[str, Any]) -> None:
         if name in options:
             _check_betas(name, options[name])
     _check_together(options)
+
+
+# Options that are words: no engine would notice a wrong one in a group.
+WORDS = ("mars_type", "clip", "second_moment", "matrix_rule", "ns_coefficients", "ns_dtype")
+
+
+def check_choices(group: Mapping[str, Any]) -> None:
+    """Refuse a wrong word in a group that has been changed since it was checked."""
+    for name in WORDS:
+        words, check = CHECKS[name]
+        problem = check(group[name])
+        if problem is not None:
+            raise ValueError(f"{words}: {group[name]!r} ({name}: {problem})")
+
+
+def with_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with dtypes by their names: torch.bfloat16 is "bfloat16"."""
+
+    def named(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {buffer: named(form) for buffer, form in value.items()}
+        return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+    own = {name: named(options[name]) for name in ("state_dtype", "ns_dtype") if name in options}
+    return {**options, **own}
 
 
 def _check_betas(name: str, betas: Any) -> None:

@@ -269,7 +269,16 @@ def _check_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
         )
     for group in state_dict["param_groups"]:
         check_values({**optimizer.defaults, **group})
-    names = list(chain.from_iterable(g.get("param_names", ()) for g in optimizer.param_groups))
+    names, saved_names = (
+        list(chain.from_iterable(g.get("param_names", ()) for g in groups))
+        for groups in (optimizer.param_groups, state_dict["param_groups"])
+    )
+    if names != saved_names and sorted(names) == sorted(saved_names):
+        i = next(i for i, (a, b) in enumerate(zip(names, saved_names, strict=True)) if a != b)
+        raise ValueError(
+            f"the parameters have another order here: number {i} is {names[i]!r}, and in the state "
+            f"dict {saved_names[i]!r}. Give them to the optimizer in the order of then"
+        )
     order = {id(p): i for i, p in enumerate(chain.from_iterable(
         g["params"] for g in optimizer.param_groups))}  # fmt: skip
     ours = all("mars_type" in group for group in state_dict["param_groups"])
