@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -54,7 +56,11 @@ def test_a_recipes_help_groups_and_explains_all_fields(capsys: Capture) -> None:
     ("words", "message"),
     [
         (["trian"], "unknown command 'trian'"),
-        (["train"], "needs a recipe: gpt-tiny"),
+        (["train"], "needs a recipe, as its first word: gpt-tiny"),
+        (["train", "--loop.steps", "3", "gpt-tiny"], "needs a recipe, as its first word"),
+        (["train", "."], "holds no run"),
+        (["plan", "--gpus", "8", "llama-13b"], "(MODEL is the first word)"),
+        (["race", "gpt-tiny", "--optimizers", "adamw@"], "'adamw@' is no NAME@RATE"),
         (["train", "gpt-tinny"], "unknown recipe 'gpt-tinny': did you mean gpt-tiny?"),
         (["train", "gpt-tiny", "--loop.stepz", "3"], "--loop.stepz"),
         (["train", "gpt-tiny", "--loop.steps", "many"], "--loop.steps"),
@@ -69,7 +75,7 @@ def test_a_recipes_help_groups_and_explains_all_fields(capsys: Capture) -> None:
         (["eval", "nowhere", "--device", "tpu"], "--device 'tpu' is unknown"),
         (["eval", "nowhere", "--out", "/"], "--out / is a folder"),
         (["data", "CIFAR10"], "no such file: CIFAR10; did you mean cifar10?"),
-        (["train", "none.json"], "none.json is no configuration"),
+        (["train", "none.json"], "none.json cannot be read: No such file"),
         (["train", "gpt2-xl", "--optimizer", "muon"], "no settings of muon are published"),
         (["train", "gpt2-xl", "--optimizer", "mars-m"], "for gpt2-xl on openwebtext"),
         (["train", "gpt-tiny", "--loop.device", "mps"], "loop.device 'mps' is unknown"),
@@ -158,6 +164,39 @@ def test_warm_up_shrinks_with_the_steps(tmp_path: Path, capsys: Capture) -> None
     assert '"warmup_steps": 30,' in capsys.readouterr().out
 
 
+def test_warm_up_shrinks_with_the_steps_of_a_file(tmp_path: Path) -> None:
+    assert overridden({"recipe": "gpt-tiny", "loop": {"steps": 40}}).schedule.warmup_steps == 4
+    own = {"steps": 100}
+    kept = overridden({"recipe": "gpt-tiny", "loop": own, "schedule": {"warmup_steps": 50}})
+    assert kept.schedule.warmup_steps == 50
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "mars.lab", "plan", "gpt2-small"]
+        ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr == "mars: error: the disk is full (standard output)\n"
+
+
+def test_a_home_is_meant_by_its_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert run(Path("~/out")).directory == "/home/somebody/out"
+
+
+def test_no_colours_if_they_are_not_wanted(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    with pytest.raises(SystemExit):
+        main(["plan", "gpt2-small", "--help"])
+    text = capsys.readouterr().out
+    assert "usage: mars plan" in text
+    assert "\x1b" not in text
+
+
 def test_a_gpu_can_be_planned_for_without_one(capsys: Capture) -> None:
     assert main(["train", "gpt2-small", "--loop.device", "cuda", "--dry-run"]) == 0
     assert "bfloat16" in capsys.readouterr().out
@@ -191,6 +230,9 @@ def test_shorthands_and_overrides(tmp_path: Path) -> None:
     assert (chosen.optimizer.lr, chosen.optimizer.betas) == (6e-4, (0.9, 0.95))
     made = overridden({"recipe": "gpt-tiny", "optimizer": {"name": "muon", "lr": 0.5}})
     assert (made.optimizer.name, made.optimizer.lr, made.model.n_layer) == ("muon", 0.5, 3)
+    words = ["--optimizer.options", "clip=None", "second_moment", "raw", "--loop.steps=3"]
+    said = ["--optimizer.options", "clip", "None", "second_moment", "raw", "--loop.steps", "3"]
+    assert shorthands(words) == said
 
 
 def test_published_settings() -> None:

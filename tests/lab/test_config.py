@@ -52,7 +52,7 @@ def test_wrong_fields_are_named(
         ({"loop": {"steps": True}}, "loop.steps cannot be true"),
         ({"optimizer": {"betas": [0.9]}}, "optimizer.betas cannot be [0.9]"),
         ({"schedule": {"shape": "square"}}, 'schedule.shape cannot be "square"'),
-        ({"model": 3}, "model. must be an object"),
+        ({"model": 3}, "model must be an object"),
     ],
 )
 def test_ill_typed_json_is_refused_by_name(change: dict[str, object], words: str) -> None:

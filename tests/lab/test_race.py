@@ -107,6 +107,17 @@ def test_that_is_said_before_the_first_run_and_not_of_a_grid(
     assert capsys.readouterr().err.count("were tuned with 56 times more tokens") == lines
 
 
+def test_one_rate_for_all_is_said_to_be_tuned_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(race, "run_all", lambda *_: None)
+    words = ["gpt-tiny", "--keep.out", str(tmp_path / "race"), "--optimizers"]
+    assert main(["race", *words, "adamw", "muon", "--optimizer.lr", "0.1"]) == 0
+    assert "one rate for all, tuned for none" in capsys.readouterr().err
+    assert main(["race", *words, "muon", "--optimizer.lr", "0.1"]) == 0
+    assert "one rate" not in capsys.readouterr().err
+
+
 class Breaks(torch.optim.SGD):
     """Somebody's optimizer with a bug."""
 

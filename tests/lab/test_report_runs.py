@@ -105,6 +105,13 @@ def test_how_a_run_ended(tmp_path: Path, status: str, last: float | None, expect
     assert run.last == (3.0 if expected == "done" else 4.0)
 
 
+def test_a_run_that_ended_before_its_first_nan_was_logged_has_diverged(tmp_path: Path) -> None:
+    text = "the loss is not finite at step 9: lower the learning rate"
+    end = {"kind": "end", **logs.at(9), "status": "failed", "valid": None, "text": text}
+    (run,) = load([logs.write(tmp_path / "a", [logs.header("adamw"), train(5, 4.0), end])])
+    assert run.status == "diverged"
+
+
 def test_null_becomes_nan_and_other_metrics_are_kept(tmp_path: Path) -> None:
     lines = [logs.header("adamw"), valid(0, None), valid(5, 2.0, accuracy=0.5)]
     (run,) = load([logs.write(tmp_path / "a", lines)])

@@ -204,6 +204,21 @@ def test_rates_make_a_grid_only_where_all_else_is_equal(tmp_path: Path) -> None:
     assert rates == {"AdamW weight_decay=0.1": [1e-3, 2e-3], "AdamW weight_decay=0.3": [4e-3]}
 
 
+def test_what_changes_no_loss_makes_no_other_optimizer(tmp_path: Path) -> None:
+    for threads in (1, 2):
+        config = logs.header("adamw")["config"]
+        config["loop"]["threads"] = threads
+        machine = {"device": "cpu", "name": "a", "threads": threads}
+        run(tmp_path / str(threads), "adamw", threads - 1, {0: 5.0, 400: 3.0}, config=config,
+            hardware=machine)  # fmt: skip
+        run(tmp_path / f"again {threads}", "adamw", 5, {0: 5.0, 400: 3.0}, config=config,
+            hardware=machine, time=f"2026-01-0{threads}")  # fmt: skip
+    summary = summarise(load([tmp_path]))
+    assert [entry.label for entry in summary.entries] == ["AdamW"]
+    assert any("different numbers of threads" in text for text in summary.warnings)
+    assert not any("hardware" in text for text in summary.warnings)
+
+
 def test_of_equal_runs_the_newest_counts(tmp_path: Path) -> None:
     run(tmp_path / "a", "adamw", 0, {0: 5.0, 400: 3.0}, time="2026-01-02")
     run(tmp_path / "b", "adamw", 0, {0: 5.0, 400: 2.0}, time="2026-01-01")

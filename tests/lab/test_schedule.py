@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mars.lab.config import Schedule
+from mars.lab.errors import LabError
 from mars.lab.schedule import factor, remember_peaks, set_rate
 
 
@@ -72,3 +73,10 @@ def test_onecycle_rises_and_falls_linearly_and_never_reaches_zero_before_the_end
     falls = [a - b for a, b in itertools.pairwise(shares[25:])]
     assert falls == pytest.approx([1 / 75] * 74)
     assert factor(Schedule(shape="onecycle", rise_share=0.0), 0, 10) == 1
+
+
+def test_an_optimizer_without_a_rate_cannot_be_scheduled() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    del optimizer.param_groups[0]["lr"]
+    with pytest.raises(LabError, match="SGD has no lr in its groups"):
+        remember_peaks(optimizer)

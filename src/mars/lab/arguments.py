@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import re
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,6 +25,7 @@ from mars.lab.config import (
     to_json,
 )
 from mars.lab.errors import LabError
+from mars.lab.rundir import reason
 
 T = TypeVar("T")
 
@@ -38,10 +40,14 @@ def parse(kind: type[T], words: list[str], prog: str, about: str, default: Any =
         import tyro
     except ImportError as error:
         raise LabError('the command line needs tyro: pip install ".[lab]"') from error
-    errors = io.StringIO()
+    errors, help_ = io.StringIO(), io.StringIO()
+    plain = "NO_COLOR" in os.environ  # what is no terminal gets no colours
     options: dict[str, Any] = {} if default is None else {"default": default}
     try:
-        with contextlib.redirect_stderr(errors):
+        with (
+            contextlib.redirect_stderr(errors),
+            contextlib.redirect_stdout(help_) if plain else contextlib.nullcontext(),
+        ):
             parsed: T = tyro.cli(
                 kind,
                 args=words,
@@ -54,6 +60,7 @@ def parse(kind: type[T], words: list[str], prog: str, about: str, default: Any =
             return parsed
     except SystemExit as stop:
         if stop.code in (0, None):  # --help has been printed
+            print_out(help_.getvalue())
             raise
         raise UsageError(f"{_one_line(errors.getvalue())}; see {prog} --help") from None
 
@@ -82,13 +89,15 @@ def _one_line(box: str) -> str:
 
 
 def shorthands(words: list[str]) -> list[str]:
-    """``--optimizer NAME`` means ``--optimizer.name NAME``."""
+    """``--optimizer NAME`` means ``--optimizer.name NAME``; options may be NAME=VALUE too."""
     words = [re.sub(r"^--optimizer(?==|$)", "--optimizer.name", word) for word in words]
-    return [part for word in words for part in _split(word)]
-
-
-def _split(word: str) -> list[str]:
-    return word.split("=", 1) if word.startswith("--") and "=" in word else [word]
+    found: list[str] = []
+    option = ""
+    for word in words:
+        option = word if word.startswith("--") else option
+        pair = word.startswith("--") or option == "--optimizer.options"
+        found += word.split("=", 1) if pair and "=" in word else [word]
+    return found
 
 
 def recipe_of(words: list[str], default: str | None, prog: str) -> tuple[str, list[str]]:
@@ -105,7 +114,8 @@ def recipe_of(words: list[str], default: str | None, prog: str) -> tuple[str, li
                 f"`{prog} RECIPE --help` explains every option.\n{known}\n"
             )
             raise SystemExit(0)
-        raise UsageError(f"{prog} needs a recipe: {', '.join(recipes.RECIPES)}")
+        known = ", ".join(recipes.RECIPES)
+        raise UsageError(f"{prog} needs a recipe, as its first word: {known}")
     return default, words
 
 
@@ -129,6 +139,10 @@ def base_run(name: str, words: list[str]) -> Run:
 def _named_run(name: str, optimizer: str | None) -> Run:
     path = Path(name)
     if path.is_dir():
+        if not (path / "config.json").exists():
+            is_race = (path / "race.json").exists()
+            held = "a race: `mars race` goes on with it" if is_race else "no run"
+            raise LabError(f"{path} holds {held}")
         run = overridden(_read(path / "config.json"), optimizer)
         return run.replace(keep={"out": name})
     if path.suffix == ".json":
@@ -148,7 +162,9 @@ def _named_run(name: str, optimizer: str | None) -> Run:
 def _read(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise LabError(f"{path} cannot be read: {reason(error)}") from error
+    except ValueError as error:
         raise LabError(f"{path} is no configuration: {error}") from error
     if not isinstance(values, dict):
         raise LabError(f"{path} is no configuration: it holds no object")
@@ -173,7 +189,11 @@ def overridden(values: dict[str, Any], optimizer: str | None = None) -> Run:
             merged[part] = {**merged[part], **fields}
         else:
             merged[part] = fields
-    return check(from_json(merged))
+    made: Run = from_json(merged)
+    schedule = values.get("schedule")
+    if isinstance(schedule, dict) and "warmup_steps" in schedule:
+        return check(made)
+    return check(fitted(made, base))
 
 
 def _plain(values: dict[str, Any]) -> Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shlex
@@ -149,7 +150,7 @@ def _study(words: list[str]) -> int:
 
 
 def _plan(words: list[str]) -> int:
-    from mars.lab.arguments import parse
+    from mars.lab.arguments import UsageError, parse
     from mars.lab.planner.command import PlanArgs, plan_command
 
     named = bool(words) and not words[0].startswith("-")
@@ -158,7 +159,11 @@ def _plan(words: list[str]) -> int:
         "Predict memory, optimizer traffic and the time of a step for every optimizer. MODEL, the "
         "first word, is a recipe, a run, or llama-1b, -7b, -8b, -13b, -70b."
     )
-    plan_command(model, parse(PlanArgs, options, f"mars plan {model or 'MODEL'}", about))
+    try:
+        args = parse(PlanArgs, options, f"mars plan {model or 'MODEL'}", about)
+    except UsageError as error:
+        raise UsageError(f"{error}" if named else f"{error} (MODEL is the first word)") from None
+    plan_command(model, args)
     return 0
 
 
@@ -216,7 +221,9 @@ def main(words: list[str] | None = None) -> int:
             raise LabError(f"mars {words[0]} is one process: torchrun is for mars train")
         if words[0] not in COMMANDS:
             raise LabError(f"unknown command {words[0]!r}: {', '.join(COMMANDS)}")
-        return COMMANDS[words[0]](words[1:])
+        code = COMMANDS[words[0]](words[1:])
+        sys.stdout.flush()
+        return code
     except LabError as error:
         if _reported_elsewhere(error):
             time.sleep(1.0)  # torchrun ends the others when one has ended: who speaks goes first
@@ -234,6 +241,12 @@ def main(words: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `mars --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stderr.write(f"mars: error: the disk is full ({error.filename or 'standard output'})\n")
+        return 1
     except KeyboardInterrupt:
         sys.stderr.write("mars: interrupted\n")
         return 130

@@ -224,7 +224,8 @@ class Run:
     @property
     def directory(self) -> str:
         name = self.optimizer.name.replace(":", ".")
-        return self.keep.out or f"runs/{self.recipe}-{name}-s{self.loop.seed}"
+        usual = f"runs/{self.recipe}-{name}-s{self.loop.seed}"
+        return str(Path(self.keep.out or usual).expanduser())
 
     @property
     def gpt(self) -> Model:
@@ -347,7 +348,7 @@ def to_json(run: Run) -> dict[str, Any]:
 def from_json(values: Any, kind: type = Run, where: str = "") -> Any:
     """A dataclass from nested JSON; an unknown or ill-typed field is refused by name."""
     if not isinstance(values, dict):
-        raise LabError(f"{where or 'the configuration'} must be an object, not {values!r}")
+        raise LabError(f"{where.rstrip('.') or 'it'} must be an object, not {values!r}")
     hints = get_type_hints(kind)
     unknown = sorted(set(values) - set(hints))
     if unknown:
@@ -376,7 +377,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         hint is bool or not isinstance(value, bool)
     ):  # fmt: skip
         return value
-    raise LabError(f"{where} cannot be {json.dumps(value)}: it is {hint}")
+    meant = getattr(hint, "__name__", hint)
+    raise LabError(f"{where} cannot be {json.dumps(value)}: it is {meant}")
 
 
 def read_config(path: Path) -> Run:

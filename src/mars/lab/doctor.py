@@ -33,7 +33,7 @@ NEEDED = (
     ("safetensors", "checkpoints"),
 )
 OPTIONAL = (
-    ("tiktoken", "GPT-2's tokenizer: all recipes but gpt-tiny"),
+    ("tiktoken", "GPT-2's tokenizer: gpt-50m and all gpt2 recipes"),
     ("triton", "the fused engine, torch.compile on a GPU"),
     ("tyro", "the command line"),
     ("rich", "progress bars"),
@@ -74,7 +74,7 @@ def doctor_command(args: DoctorArgs) -> None:
         ("engines of MARS", engines(device)),
         ("self-check", self_check(device, args.compile, broken)),
         ("optimizers", optimizers(device)),
-        ("recipes", (f"{name:22} {recipe.about}" for name, recipe in recipes.RECIPES.items())),
+        ("recipes", (f"{name:28} {recipe.about}" for name, recipe in recipes.RECIPES.items())),
         ("disk", disk()),
     ]
     for title, lines in parts:

@@ -87,7 +87,9 @@ def plan(args: RaceArgs, base: Run, asked: Asked, directory: Path) -> list[Job]:
 
 def _entrant(text: str, base: Run, asked: Asked) -> Run:
     """The run of ``NAME`` or ``NAME@RATE``: its recipe, what a file overrides, what was asked."""
-    name, _, rate = text.partition("@")
+    name, at, rate = text.partition("@")
+    if at and not rate:
+        raise LabError(f"{text!r} is no NAME@RATE: it has no rate")
     known = base.recipe in recipes.RECIPES
     if name == base.optimizer.name:
         own = base
@@ -170,12 +172,16 @@ def origins(jobs: list[Job]) -> list[str]:
 def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
     """Run what has not been run yet, then tell and report."""
     moved = args.keep.out if args.keep.out != base.keep.out else None
-    directory = Path(moved or f"runs/race-{base.recipe}")
+    directory = Path(moved or f"runs/race-{base.recipe}").expanduser()
     jobs = plan(args, base, asked, directory)
     _check_optimizers(jobs)
     _check_begun(jobs, directory)
     if len(args.rates) == 1:
         sys.stderr.writelines(f"{line}\n" for line in origins(jobs))
+        if "lr" in asked.get("optimizer", {}) and len({job.run.optimizer.name for job in jobs}) > 1:
+            sys.stderr.write(
+                f"! --optimizer.lr is one rate for all, tuned for none; a grid: {GRID}\n"
+            )
     device = choose_device(args.loop.device)
     processes = args.jobs or (min(cores(), len(jobs)) if device.type == "cpu" else 1)
     threads = args.loop.threads or max(1, cores() // processes)

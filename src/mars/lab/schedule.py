@@ -7,6 +7,7 @@ import math
 from torch.optim import Optimizer
 
 from mars.lab.config import Schedule
+from mars.lab.errors import LabError
 
 # multistep: after these shares of the steps the rate is a tenth of what it was, as in the usual
 # 200 epochs of CIFAR (100 and 150).
@@ -41,6 +42,8 @@ def factor(schedule: Schedule, step: int, steps: int) -> float:
 def remember_peaks(optimizer: Optimizer) -> None:
     """Keep each group's rate as its peak, where torch's own schedulers keep it."""
     for group in optimizer.param_groups:
+        if "lr" not in group:
+            raise LabError(f"{type(optimizer).__name__} has no lr in its groups to be scheduled")
         group.setdefault("initial_lr", group["lr"])
 
 

@@ -15,6 +15,10 @@ Setting = tuple[tuple[str, str], ...]  # (facet, value) pairs
 OWN = ("seed", "lr", "lr_1d", "name", "label")
 TUNED = ("optimizer", "schedule")  # parts in which one grid of rates must agree
 ELSEWHERE = ("model", "data", "keep")  # parts that are compared otherwise, or say nothing
+HARMLESS = (  # of the loop: no loss changes by them
+    "device", "threads", "compile", "graphs", "micro_batch_size", "log_every", "eval_every",
+    "diagnose_every", "parallel", "shards",
+)  # fmt: skip
 
 
 def setting(run: RunLog) -> Setting:
@@ -100,7 +104,7 @@ def flatten(config: object, prefix: str = "") -> dict[str, Any]:
 
 
 def _own(key: str) -> bool:
-    return any(part in OWN for part in key.split("."))
+    return any(part in (*OWN, *HARMLESS) for part in key.split("."))
 
 
 def _sha(part: object) -> str:

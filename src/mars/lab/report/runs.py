@@ -95,7 +95,7 @@ class RunLog:
         said = str(self.end.get("status", "")) if self.end else "unfinished"
         if said == "done" and self._loss_at_end() is None and len(self.valid["loss"]):
             return "diverged"
-        if said == "failed" and _ends_in_nan(self.train):
+        if said == "failed" and (_ends_in_nan(self.train) or NOT_FINITE in str(self.end)):
             return "diverged"
         return said if said in ("done", "stopped", "failed") else "unfinished"
 
@@ -311,6 +311,9 @@ def _last(series: Series, name: str, default: float = 0.0) -> float:
     if values is None or not len(values) or math.isnan(values[-1]):
         return default
     return float(values[-1])
+
+
+NOT_FINITE = "not finite"  # as the session says why it ended
 
 
 def _ends_in_nan(series: Series) -> bool:

@@ -284,6 +284,16 @@ def _state(run: RunLog) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
+def _machine(hardware: Any) -> Any:
+    own = hardware if isinstance(hardware, dict) else {}
+    return {name: value for name, value in own.items() if name != "threads"} or hardware
+
+
+def _threads(hardware: Any) -> Any:
+    own = hardware if isinstance(hardware, dict) else {}
+    return own.get("threads") if own.get("device") == "cpu" else None
+
+
 def _general(entries: Sequence[Entry], base: Entry | None, asked: str) -> list[str]:
     """What concerns the comparison as a whole."""
     warnings = []
@@ -291,9 +301,14 @@ def _general(entries: Sequence[Entry], base: Entry | None, asked: str) -> list[s
         warnings.append(f"no run of the baseline, {asked}: differences are not shown")
     elif base is not None and base.score is None:
         warnings.append(f"the baseline, {base.label}, has no finished run to compare with")
-    machines = {str(run.header.get("hardware")) for e in entries for run in e.runs}
+    machines, threads = (
+        {str(of(run.header.get("hardware"))) for e in entries for run in e.runs}
+        for of in (_machine, _threads)
+    )
     if len(machines) > 1:
         warnings.append("the runs come from different hardware: do not compare their times")
+    elif len(threads) > 1:
+        warnings.append("the runs had different numbers of threads: do not compare their times")
     busy = max((_unsteady(run.train) for e in entries for run in e.runs), default=0.0)
     if busy > STEADY:
         warnings.append(
