@@ -44,10 +44,12 @@ def may_scale(optimizer: MARS) -> bool:
     alone = one_launch(pairs) or not any(shares_norm(g, p) for g, p in pairs)
     if not pairs or not alone:
         return False
-    return all(
-        steps_now(group, p, optimizer._ranks)
-        and not begins_late(optimizer.state.get(p, {}), buffers(kind_of(p, group), p, group))
-        for group, p in pairs
+    if not all(steps_now(group, p, optimizer._ranks) for group, p in pairs):
+        return False
+    rare = [(group, p) for group, p in pairs if "last_grad" not in optimizer.state.get(p, ())]
+    return not any(
+        begins_late(optimizer.state.get(p, {}), buffers(kind_of(p, group), p, group))
+        for group, p in rare
     )
 
 

@@ -182,6 +182,37 @@ def count_graphs(config: Any) -> int:
     return len(graphs)
 
 
+def gathered_gradients(config: Any) -> list[int]:
+    """Elements of gradients of whole parameters that a rank holds after each pass of a step."""
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+
+    from mars.lab import parallel
+    from mars.lab.train import prepare
+
+    held: list[int] = []
+    with parallel.joined(config, torch.device("cpu")) as world:
+        training = prepare(config, world)
+        training.connect()
+        once = training._pass
+
+        def watched(*batch: Any) -> Any:
+            loss = once(*batch)
+            shards = [
+                own
+                for module in training.model.modules()
+                if isinstance(module, FSDPModule)
+                for own in module._get_fsdp_state()._fsdp_param_group.fsdp_params
+            ]
+            whole = [own.unsharded_accumulated_grad for own in shards]
+            held.append(sum(g.numel() for g in whole if g is not None))
+            return loss
+
+        training._pass = watched
+        training.advance()
+    return held
+
+
 def fill_up(training: Any) -> None:
     """As on a GPU that has no memory left, while shards are being written."""
     import torch

@@ -126,6 +126,30 @@ def test_a_glob_without_names_is_split_by_position(tmp_path: Path) -> None:
     assert [t for stream in both for t in everything(stream)] == RAMP.tolist()
 
 
+def test_two_sources_are_taken_whole(tmp_path: Path) -> None:
+    """A tenth is set aside for validation only where nothing else is given for it."""
+    from miniature import run
+
+    from mars.lab.tasks.language import open_data
+
+    raw(tmp_path / "a.bin", RAMP % 200)
+    raw(tmp_path / "val.bin", RAMP[:500] % 200)
+    (tmp_path / "b.txt").write_text("x" * 300)
+    made = run(tmp_path / "run")
+    a, val, text = (str(tmp_path / name) for name in ("a.bin", "val.bin", "b.txt"))
+    sizes = {
+        (source, valid): tuple(
+            len(tokens)
+            for tokens in open_data(made.replace(data={"source": source, "valid": valid}))
+        )
+        for source, valid in ((a, val), (a, text), (text, a), (a, None), (a, a))
+    }
+    assert sizes == {
+        (a, val): (1000, 500), (a, text): (1000, 300), (text, a): (300, 1000),
+        (a, None): (900, 100), (a, a): (900, 100),
+    }  # fmt: skip
+
+
 def test_a_text_file_is_tokenised_and_split_by_characters(tmp_path: Path) -> None:
     text = "Zwölf Boxkämpfer jagen Viktor über den Sylter Deich.\r\n" * 20
     (tmp_path / "a.md").write_bytes(text.encode())

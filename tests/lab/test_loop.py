@@ -21,6 +21,7 @@ from mars.lab.config import Run
 from mars.lab.data import Batches, open_tokens
 from mars.lab.errors import LabError
 from mars.lab.log import read
+from mars.lab.loop import Training
 from mars.lab.models import GPT
 from mars.lab.schedule import factor
 from mars.lab.train import prepare, train
@@ -398,3 +399,17 @@ def test_what_has_no_deterministic_kernel_is_named() -> None:
     ):
         torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_first_step_for_which_all_is_compiled_is_not_on_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance, waits = Training.advance, iter([2.0])
+
+    def slow_at_first(self: Training) -> None:
+        time.sleep(next(waits, 0.0))
+        advance(self)
+
+    monkeypatch.setattr(Training, "advance", slow_at_first)
+    train(run(tmp_path))
+    assert 0 < read(tmp_path)[-1]["seconds"] < 2.0

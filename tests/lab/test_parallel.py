@@ -18,6 +18,7 @@ from processes import (
     die,
     disturb,
     fill_up,
+    gathered_gradients,
     launch,
     poison,
     save_and_change,
@@ -390,6 +391,21 @@ def test_a_block_is_one_graph(tmp_path: Path, mode: str) -> None:
     """Of more weights than DDP's first bucket holds."""
     made = config(tmp_path, parallel=mode, compile=True).replace(model={"n_embd": 192})
     assert launch(1, count_graphs, made) == [3]  # embedding, block, last norm
+
+
+@pytest.mark.parametrize("shards", [None, 1])
+def test_between_micro_batches_gradients_stay_in_shards(tmp_path: Path, shards: int | None) -> None:
+    made = config(tmp_path, parallel="fsdp2", shards=shards, micro_batch_size=2)
+    for held in launch(2, gathered_gradients, made):
+        assert held == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["soap", "adopt"])
+def test_who_cannot_step_shards_says_so_before_the_first_step(tmp_path: Path, name: str) -> None:
+    made = config(tmp_path, parallel="fsdp2").replace(optimizer={"name": name, "lr": 1e-2})
+    told = launch(2, train_all, made)
+    assert all(one[0] == "error" for one in told)
+    assert any(f"{name} cannot step sharded parameters" in one[2] for one in told)
 
 
 def test_a_rank_without_memory_ends_after_the_checkpoint_that_is_being_written(

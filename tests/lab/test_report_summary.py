@@ -219,6 +219,22 @@ def test_what_changes_no_loss_makes_no_other_optimizer(tmp_path: Path) -> None:
     assert not any("hardware" in text for text in summary.warnings)
 
 
+def test_what_should_be_equal_and_is_not_is_told(tmp_path: Path) -> None:
+    for name, shape, clip in (("adamw", "cosine", 1.0), ("muon", "constant", None)):
+        config = logs.header(name)["config"]
+        config["schedule"]["shape"] = shape
+        config["optimizer"]["max_grad_norm"] = clip
+        precision = "float32" if clip else "bfloat16"
+        run(tmp_path / name, name, 0, {0: 5.0, 400: 3.0}, config=config, precision=precision)
+    told = " | ".join(summarise(load([tmp_path])).warnings)
+    for text in (
+        "precision (bfloat16; float32)",
+        "schedule (",
+        "clip of the gradients (1.0; None)",
+    ):
+        assert f"the runs differ in {text}" in told
+
+
 def test_of_equal_runs_the_newest_counts(tmp_path: Path) -> None:
     run(tmp_path / "a", "adamw", 0, {0: 5.0, 400: 3.0}, time="2026-01-02")
     run(tmp_path / "b", "adamw", 0, {0: 5.0, 400: 2.0}, time="2026-01-01")

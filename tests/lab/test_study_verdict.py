@@ -11,7 +11,7 @@ import pytest
 from small_study import HERE, result, study
 
 import mars
-from mars.lab import tasks
+from mars.lab import recipes, tasks
 from mars.lab.errors import LabError
 from mars.lab.study import Arm, Claim, Comparison, times
 from mars.lab.study import fingerprint as prints
@@ -265,6 +265,33 @@ def test_the_vertex_of_a_parabola_is_found_between_rungs() -> None:
         result(of, "AdamW", lr, 0, math.log(lr / 1.3e-2) ** 2) for lr in RATES
     ]  # fmt: skip
     assert ladders(of, known)["AdamW"].vertex(0) == pytest.approx(1.3e-2)
+
+
+def test_a_best_rate_beside_one_that_diverged_is_not_known_between_the_two() -> None:
+    of = study(
+        comparisons=(Comparison(arm="MARS", baseline="AdamW", claim=Claim(kind="rate", by=1.0)),)
+    )
+    known = [
+        result(of, arm, lr, seed, math.inf if lr > 1e-2 else 3.0 + (lr < 1e-2))
+        for arm in ("AdamW", "MARS") for lr in RATES for seed in range(3)
+    ]  # fmt: skip
+    (judged,) = judge(of, known)
+    assert judged.state == "not resolved"
+    assert "a rate beside AdamW's best diverged" in judged.why or "MARS's" in judged.why
+
+
+def test_the_baseline_reaches_its_own_mean_however_it_is_rounded() -> None:
+    of = study()
+    for losses in ([4.319892, 4.282778, 4.312642], [0.1, 0.2, 0.3], [3.1, 2.7, 3.3]):
+        known = grid(of, {"AdamW": losses, "MARS": [loss - 0.05 for loss in losses]})
+        row = next(r for r in verdict(of, known).rows if r.ladder.arm.label == "MARS")
+        assert row.tokens_ratio is not None
+
+
+def test_a_study_of_images_is_refused() -> None:
+    of = study(base=lambda optimizer: recipes.make("digits-cnn", optimizer))
+    with pytest.raises(LabError, match="studies are of text"):
+        prints.of_study(of)
 
 
 def test_tables_say_ratios_and_what_diverged() -> None:

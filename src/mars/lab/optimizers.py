@@ -18,6 +18,7 @@ import mars
 from mars.lab.config import Optimizer
 from mars.lab.errors import LabError
 from mars.lab.muon import Muon
+from mars.sharding import is_sharded
 
 Build = Callable[[nn.Module, Optimizer, dict[str, Any]], torch.optim.Optimizer]
 
@@ -195,6 +196,8 @@ def _from_library(cls: str, betas: tuple[float, float]) -> Build:
             raise LabError(
                 f"{o.name} needs pytorch_optimizer: pip install pytorch_optimizer"
             ) from error
+        if cls in UNSHARDED and any(map(is_sharded, model.parameters())):
+            raise LabError(f"{o.name} cannot step sharded parameters: --loop.parallel ddp, or mars")
         options = {"betas": o.betas or betas, **options}
         made = getattr(library, cls)(
             decayed(model), lr=o.lr, weight_decay=o.weight_decay, **options
@@ -204,6 +207,8 @@ def _from_library(cls: str, betas: tuple[float, float]) -> Build:
 
     return make
 
+
+UNSHARDED = ("SOAP", "ADOPT")  # their steps mix plain tensors with DTensors (4.1.0)
 
 for _name, _label, _class, _betas in (
     ("lion", "Lion", "Lion", (0.9, 0.99)),

@@ -103,9 +103,12 @@ class Session:
         loop = self.t.run.loop
         with self._answering(interrupt):
             asked = self._first_validation(interrupt) if self.t.step == 0 else 0
-            self.t.clock.start()
+            first = True  # step here, for which all is compiled: the clock stands
             while self.t.step < loop.steps and not asked:
                 self._step()
+                if first and self.diagnosis is None:
+                    self.t.clock.start()
+                first = False
                 asked = self._asked(interrupt)
         self.world.settle()
         self.t.clock.stop()

@@ -68,13 +68,16 @@ def connect(model: nn.Module, world: World) -> Callable[..., Tensor]:
 
 @contextlib.contextmanager
 def accumulating(wrapped: Any, more: bool) -> Iterator[None]:
-    """Around a forward and backward pass: if ``more`` are to come, gradients are not yet sent."""
+    """Around a forward and backward pass: if ``more`` are to come, gradients are not yet sent.
+
+    FSDP2 adds up the shards all the same: unsent gradients would be those of the whole model.
+    """
     if isinstance(wrapped, nn.parallel.DistributedDataParallel) and more:
         with wrapped.no_sync():
             yield
         return
-    if hasattr(wrapped, "set_requires_gradient_sync"):
-        wrapped.set_requires_gradient_sync(not more)
+    if hasattr(wrapped, "set_requires_all_reduce"):
+        wrapped.set_requires_all_reduce(not more)  # between the copies of HSDP
     yield
 
 

@@ -22,8 +22,9 @@ NOT_TEXT = (".jsonl", ".json", ".parquet", ".gz", ".zst", ".xz", ".bz2", ".zip",
 
 
 def open_tokens(
-    source: str, split: Split, tokenizer: str = "gpt2", valid_fraction: float = 0.1
-) -> Tokens:
+    source: str, split: Split, tokenizer: str = "gpt2", valid_fraction: float = 0.1,
+    *, whole: bool = False,
+) -> Tokens:  # fmt: skip
     """Open one split of a source as a stream of tokens.
 
     Args:
@@ -34,12 +35,16 @@ def open_tokens(
         tokenizer: what the text is, or must have been, tokenised with.
         valid_fraction: the part at the end that is kept for validation, for sources that are not
             split already: of the characters of a text, of the tokens of shards.
+        whole: the other split comes from elsewhere: a source that is not split already is all of
+            this one.
     """
     name = tokenizer_of(tokenizer).name
     if split not in get_args(Split):
         raise LabError(f"unknown split {split!r}: it must be 'train' or 'valid'")
     if not 0 < valid_fraction < 1:
         raise LabError(f"valid_fraction must be between 0 and 1, not {valid_fraction!r}")
+    if whole:
+        valid_fraction = 0.0 if split == "train" else 1.0
     if source == "tinyshakespeare":
         text = embedded("tinyshakespeare.txt")
         return _from_text(text, source, split, name, valid_fraction)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mars.lab.report.runs import RunLog
@@ -44,6 +44,23 @@ def setting(run: RunLog) -> Setting:
         ("validation sequences", str(sequences)),
         ("crops and flips", varied),
     )
+
+
+def _field(part: str, *names: str) -> Callable[[RunLog], Any]:
+    def value(run: RunLog) -> Any:
+        config = run.header.get("config")
+        own = config.get(part) if isinstance(config, dict) else None
+        return " ".join(str(own.get(name)) for name in names) if isinstance(own, dict) else None
+
+    return value
+
+
+# What should be equal too, but is one optimizer's own in some published recipes: it is told.
+UNEQUAL: dict[str, Callable[[RunLog], Any]] = {
+    "precision": lambda run: run.header.get("precision"),
+    "schedule": _field("schedule", "shape", "warmup_steps"),
+    "clip of the gradients": _field("optimizer", "max_grad_norm"),
+}
 
 
 def reference(runs: Sequence[RunLog], baseline: str) -> Setting:

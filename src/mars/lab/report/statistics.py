@@ -114,6 +114,7 @@ def first_reach(x: NDArray[np.float64], y: NDArray[np.float64], target: float) -
     """
     known = np.isfinite(x) & np.isfinite(y)
     x, y = x[known], y[known]
+    target += 1e-12 * abs(target)  # a mean of these very numbers, rounded otherwise, is reached
     reached = np.flatnonzero(y <= target)
     if not len(reached):
         return None

@@ -309,6 +309,10 @@ def _general(entries: Sequence[Entry], base: Entry | None, asked: str) -> list[s
         warnings.append("the runs come from different hardware: do not compare their times")
     elif len(threads) > 1:
         warnings.append("the runs had different numbers of threads: do not compare their times")
+    for what, value in compare.UNEQUAL.items():
+        values = sorted({str(value(run)) for e in entries for run in e.runs if e.ranked})
+        if len(values) > 1:
+            warnings.append(f"the runs differ in {what} ({'; '.join(values)}): compare with care")
     busy = max((_unsteady(run.train) for e in entries for run in e.runs), default=0.0)
     if busy > STEADY:
         warnings.append(

@@ -99,14 +99,18 @@ class Ladder:
         best = self.best
         return sorted(lr for lr in self.losses if lr != best and self.behind(lr) <= NEAR)
 
+    @property
+    def sloped(self) -> bool:
+        """Whether no run at the rates beside the best diverged: one that did has no slope."""
+        sides = self.beside(self.best) if self.best is not None else ()
+        return all(math.isfinite(sum(self.losses[lr].values())) for lr in sides if lr is not None)
+
     def vertex(self, seed: int) -> float | None:
         """The best rate of one seed between rungs: a parabola in log(lr) through three of them."""
         best = self.best
         below, above = self.beside(best) if best is not None else (None, None)
-        if best is None or below is None or above is None:
+        if best is None or below is None or above is None or not self.sloped:
             return None
-        if any(math.isinf(loss) for lr in (below, above) for loss in self.losses[lr].values()):
-            return best  # a side that diverged has no slope
         if any(seed not in self.losses[lr] for lr in (below, best, above)):
             return None
         points = [(math.log(lr), self.losses[lr][seed]) for lr in (below, best, above)]

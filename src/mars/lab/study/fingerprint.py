@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mars.lab import hardware, tasks
+from mars.lab.config import Data
 from mars.lab.errors import LabError
 from mars.lab.study.definition import Arm, Study
 from mars.lab.study.results import Result
@@ -55,6 +56,8 @@ def _hash(value: Any) -> str:
 def of_study(study: Study) -> dict[str, str]:
     """The fingerprint of runs made here and now. Opens the data."""
     run = study.run(study.arms[0])
+    if not isinstance(run.data, Data):
+        raise LabError(f"study {study.name} is of images: studies are of text; mars race has both")
     task = tasks.of(run).open()
     device = hardware.choose_device(run.loop.device)
     return {

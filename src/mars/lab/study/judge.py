@@ -50,6 +50,9 @@ def _judge(c: Comparison, found: Mapping[str, Ladder], seeds: int) -> Judged:
         if not found[label].bracketed:
             ended = "" if found[label].missing() else ", and its ladder ends there"
             return Judged(c, "not resolved", d, f"{label}'s best rate is not bracketed yet{ended}")
+        if c.claim.kind == "rate" and not found[label].sloped:
+            why = f"a rate beside {label}'s best diverged, so that nothing is known between the two"
+            return Judged(c, "not resolved", d, why)
     n = len(differences)
     if d is None or n < seeds or d.low is None or d.high is None:
         return Judged(c, "not resolved", d, f"{n} of {seeds} seeds have been run", seeds - n)

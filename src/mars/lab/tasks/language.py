@@ -79,8 +79,9 @@ def open_data(run: Run) -> tuple[Tokens, Tokens]:
             f"{data.source} is not there: make it with `mars data {source} --out {data.source}`, "
             "or give --data.source (mars study: --data)"
         )
-    train = open_tokens(data.source, "train", data.tokenizer)
-    valid = open_tokens(data.valid or data.source, "valid", data.tokenizer)
+    apart = data.valid is not None and data.valid != data.source
+    train = open_tokens(data.source, "train", data.tokenizer, whole=apart)
+    valid = open_tokens(data.valid or data.source, "valid", data.tokenizer, whole=apart)
     for tokens in (train, valid):
         check_vocabulary(tokens, run.gpt.vocab_size)
     return train, valid
