@@ -114,12 +114,12 @@ def first_reach(x: NDArray[np.float64], y: NDArray[np.float64], target: float) -
     """
     known = np.isfinite(x) & np.isfinite(y)
     x, y = x[known], y[known]
-    target += 1e-12 * abs(target)  # a mean of these very numbers, rounded otherwise, is reached
-    reached = np.flatnonzero(y <= target)
+    # A mean of these very numbers, rounded otherwise, is reached.
+    reached = np.flatnonzero(y <= target + 1e-12 * abs(target))
     if not len(reached):
         return None
     i = int(reached[0])
     if i == 0:
         return float(x[0])
-    part = (y[i - 1] - target) / (y[i - 1] - y[i])
+    part = min(1.0, (y[i - 1] - target) / (y[i - 1] - y[i]))
     return float(x[i - 1] + part * (x[i] - x[i - 1]))
