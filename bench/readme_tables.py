@@ -115,7 +115,7 @@ def accuracies(seeds: str, shorter: str, bare: str) -> str:
 def complete(folder: str) -> list[tuple[Any, Any, float]]:
     """Header, last record and highest accuracy of the runs that came to their end.
 
-    Beside them lies AdamW with MARS's settings, apart: a report would take both for one grid.
+    Beside them lies AdamW with MARS's settings, apart: a control, no candidate of that report.
     """
     found = []
     for log in sorted(RESULTS.glob(f"{folder}*/*/log.jsonl"), key=lambda path: path.parent.name):

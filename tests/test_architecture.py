@@ -33,7 +33,7 @@ LAYERS = {
     "mars.lab": 9,
     **{f"mars.lab.{name}": 10 for name in ("errors", "config")},
     **{f"mars.lab.{name}": 11 for name in ["rundir", "plainfile", "sealed", "tensorfile", "sinks"]},
-    "mars.lab.safefile": 11,
+    **{f"mars.lab.{name}": 11 for name in ("safefile", "differences")},
     "mars.lab.huggingface": 13,
     **{f"mars.lab.huggingface.{name}": 16 for name in ("command", "writing")},
     "mars.lab.loading": 14,

@@ -15,19 +15,11 @@ from torch.optim.optimizer import (
     _use_grad_for_differentiable,
 )
 
-from mars import exact, state
+from mars import exact, options, state
 from mars.collect import collect, may_scale, step_batches
 from mars.dispatch import NOT_CONTIGUOUS, capturing, steps_now, why_not_fused
 from mars.engines import Batch
 from mars.groups import DEFAULT_LR_1D, resolve, warn_about_decay, warn_about_vectors
-from mars.options import (
-    as_float,
-    check_choices,
-    check_known,
-    check_values,
-    plain_numbers,
-    with_names,
-)
 from mars.plan import Plan
 from mars.sharding import Ranks, gradient, is_sharded, layout_of, local
 
@@ -150,7 +142,7 @@ class MARS(Optimizer):
         process_group: ProcessGroup | None = None,
     ) -> None:
         self._ranks = Ranks.checked(ranks, process_group)
-        defaults: Group = with_names({
+        defaults: Group = options.with_names({
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "amsgrad": amsgrad, "gamma": gamma, "is_approx": is_approx, "mars_type": mars_type,
             "optimize_1d": optimize_1d, "lr_1d": lr_1d, "betas_1d": betas_1d,
@@ -161,10 +153,10 @@ class MARS(Optimizer):
             "consume_grads": consume_grads, "max_grad_norm": max_grad_norm,
             "state_dtype": state_dtype,
         })  # fmt: skip
-        check_values(defaults)
-        defaults = plain_numbers(defaults, differentiable)
+        options.check_values(defaults)
+        defaults = options.plain_numbers(defaults, differentiable)
         # What lr_1d is measured against, whatever lr becomes.
-        defaults["base_lr"] = as_float(lr)
+        defaults["base_lr"] = options.as_float(lr)
         super().__init__(params, defaults)
         self._reset_private()
         warn_about_vectors(self.param_groups, self.defaults["base_lr"], lr_1d)
@@ -185,18 +177,18 @@ class MARS(Optimizer):
         """Add a group; its options are checked before anything is changed."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
-        group = with_names(self._ranks.without(resolve(param_group, self.defaults)))
-        check_known(group, f"parameter group {len(self.param_groups)}")
+        group = options.with_names(self._ranks.without(resolve(param_group, self.defaults)))
+        options.check_known(group, f"parameter group {len(self.param_groups)}")
         if group.get("weight_decay", 1.0) == 0.0:
             group.setdefault("weight_decay_1d", 0.0)
         own_rate = group.get("lr", self.defaults["lr"])
         if group.get("mars_type", self.defaults["mars_type"]) == "plain-adamw":
-            group.setdefault("lr_1d", as_float(own_rate))  # AdamW outright: lr is its rate
+            group.setdefault("lr_1d", options.as_float(own_rate))  # AdamW outright: lr is its rate
         if "lr_1d" in group:
-            group.setdefault("base_lr", as_float(own_rate))
-        check_values({**self.defaults, **group})
+            group.setdefault("base_lr", options.as_float(own_rate))
+        options.check_values({**self.defaults, **group})
         differentiable = group.get("differentiable", self.defaults["differentiable"])
-        super().add_param_group(plain_numbers(group, differentiable))
+        super().add_param_group(options.plain_numbers(group, differentiable))
         added = self.param_groups[-1]
         for p in added["params"] if added["fused"] else ():
             reason = why_not_fused(added, p, self._ranks)
@@ -226,6 +218,10 @@ class MARS(Optimizer):
                 count = self.state.get(p, {}).get("step")
                 if count is not None and not isinstance(count, Tensor):
                     self.state[p]["step"] = self._new_step(p, group, float(count))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. An empty tensor stands for a buffer that the next step will begin with."""
+        return state.mark_late(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned. A wrong one is refused before anything is changed.
@@ -346,7 +342,7 @@ class MARS(Optimizer):
     def _check_gradients(self) -> None:
         for group in self.param_groups:
             if not torch.compiler.is_compiling():
-                check_choices(group)
+                options.check_choices(group)
             for p in group["params"]:
                 if p.grad is not None:
                     state.check_gradient(p, group)

@@ -149,13 +149,9 @@ def check_known(names: Mapping[str, Any], where: str) -> None:
 
 def check_values(options: Mapping[str, Any]) -> None:
     """Refuse a wrong value by naming the option, the value and what is allowed."""
-    for name, (words, check) in CHECKS.items():
-        if name not in options:
-            continue
-        value = options[name]
-        problem = check(value)
-        if problem is not None:
-            raise ValueError(f"{words}: {value!r} ({name}: {problem})")
+    for name in CHECKS:
+        if name in options:
+            _check_value(name, options[name])
     for name in ("betas", "betas_1d"):
         if name in options:
             _check_betas(name, options[name])
@@ -169,10 +165,14 @@ WORDS = ("mars_type", "clip", "second_moment", "matrix_rule", "ns_coefficients",
 def check_choices(group: Mapping[str, Any]) -> None:
     """Refuse a wrong word in a group that has been changed since it was checked."""
     for name in WORDS:
-        words, check = CHECKS[name]
-        problem = check(group[name])
-        if problem is not None:
-            raise ValueError(f"{words}: {group[name]!r} ({name}: {problem})")
+        _check_value(name, group[name])
+
+
+def _check_value(name: str, value: Any) -> None:
+    words, check = CHECKS[name]
+    problem = check(value)
+    if problem is not None:
+        raise ValueError(f"{words}: {value!r} ({name}: {problem})")
 
 
 def with_names(options: Mapping[str, Any]) -> dict[str, Any]:

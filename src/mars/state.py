@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
 
 
-logger = logging.getLogger("mars")
-
 # The low half of a 16-bit parameter; the two formats are not interchangeable, so neither are names.
 LOW_HALF = {torch.bfloat16: "param_low_bf16", torch.float16: "param_low_fp16"}
 
@@ -28,7 +25,7 @@ LOW_HALF = {torch.bfloat16: "param_low_bf16", torch.float16: "param_low_fp16"}
 # The exponents of a buffer of 8 bits, one a group of elements.
 EXPONENT = {name: f"{name}_exponent" for name in ("exp_avg", "exp_avg_sq", "last_grad")}
 
-# What is made when an option begins to need it: a tensor that is not stepped afterwards lacks it.
+# What the step that first needs it makes; before, in a state dict, an empty tensor stands for it.
 LATER = {"last_grad", EXPONENT["last_grad"], "max_exp_avg_sq"}
 
 # The buffers of a row of a batch, after (x, g, t) and before the low half; see Batch.add.
@@ -116,6 +113,22 @@ def begins_late(own: Mapping[str, Any], names: Mapping[str, torch.dtype]) -> boo
     (exp_avg has been n = m − γ·h until now; the share of that h is made up for by β₁.)
     """
     return "last_grad" in names and "step" in own and "last_grad" not in own
+
+
+def mark_late(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """A state dict in which buffers that a next step will begin with are told from lost ones."""
+    places = {id(own): index for index, own in saved["state"].items()}
+    for p, own, group in _matched(optimizer, saved):
+        missing = LATER & buffers(kind_of(p, group), p, group).keys() - own.keys()
+        if missing and "step" in own:
+            mark = torch.empty(0, dtype=p.dtype, device=p.device)
+            saved["state"][places[id(own)]] = {**own, **dict.fromkeys(missing, mark)}
+    return saved
+
+
+def _begins(name: str, value: Any, p: Tensor) -> bool:
+    """Whether this is such a mark."""
+    return name in LATER and isinstance(value, Tensor) and not value.numel() and bool(p.numel())
 
 
 def drop_last_grad(own: dict[str, Any], kind: str, group: Mapping[str, Any]) -> None:
@@ -216,8 +229,9 @@ def load(
                     own[name] = value.to(to) if value.is_floating_point() else value.to(to).float()
                 if name == "step" or not isinstance(value, Tensor):
                     continue
-                if name in LOW_HALF.values() and name not in wanted:
-                    del own[name]  # saved beside parameters of another dtype
+                foreign = name in LOW_HALF.values() and name not in wanted
+                if foreign or _begins(name, value, p):
+                    del own[name]  # saved beside parameters of another dtype, or a mark
                     continue
                 # Torch copied nothing that it did not have to cast or move.
                 own[name] = value.to(p.device, wanted.get(name, value.dtype))
@@ -281,26 +295,14 @@ def _check_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
         )
     order = {id(p): i for i, p in enumerate(chain.from_iterable(
         g["params"] for g in optimizer.param_groups))}  # fmt: skip
-    ours = all("mars_type" in group for group in state_dict["param_groups"])
     for p, saved, group in _matched(optimizer, state_dict):
         i = order[id(p)]
         who = f"parameter {i}" + (f" ({names[i]})" if names else "")
-        _check_buffers(who, p, saved, group, LATER if ours else set())
-    late = sum(
-        "step" in own and not (LATER & buffers(kind_of(p, group), p, group).keys()) <= own.keys()
-        for p, own, group in _matched(optimizer, state_dict)
-    )
-    if late:
-        logger.warning(
-            "the state of %d tensors lacks what an option needs that was switched on after their "
-            "last step (or the state dict is truncated): it begins with zeros", late
-        )  # fmt: skip
+        _check_buffers(who, p, saved, group)
 
 
-def _check_buffers(
-    who: str, p: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any], later: set[str]
-) -> None:
-    optional = later | set(LOW_HALF.values())  # these where the state comes from a float32 run
+def _check_buffers(who: str, p: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    optional = set(LOW_HALF.values())  # absent where the state comes from a float32 run
     required = {"step", *buffers(kind_of(p, group), p, group)} - optional
     if set(saved) == {"previous_grad"}:
         required = set()  # exact mode, saved between update_previous_grad and the first step
@@ -312,6 +314,8 @@ def _check_buffers(
             + str(sorted(map(str, saved)))
         )
     for name, value in saved.items():
+        if _begins(name, value, p):
+            continue
         if name == "step":
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"state of {who}: step has {value.numel()} elements, not one")

@@ -11,8 +11,8 @@ from miniature import run
 
 from mars.lab import recipes
 from mars.lab.config import Run, check, from_json, to_json
+from mars.lab.differences import first_difference
 from mars.lab.errors import LabError
-from mars.lab.train import first_difference
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)

@@ -335,7 +335,7 @@ def test_times_are_read_only_where_they_belong_to_the_runs(tmp_path: Path) -> No
     assert times.read(of, tmp_path, known) == {}
 
     def written(**here: str) -> dict[str, Time]:
-        path.write_text(json.dumps({"arms": arms, "fingerprint": {**HERE, **here}}))
+        path.write_text(json.dumps({"format": 1, "arms": arms, "fingerprint": {**HERE, **here}}))
         return times.read(of, tmp_path, known)
 
     assert written() == {"AdamW": Time(2.0, 0.1), "MARS": Time(3.0, 0.1)}

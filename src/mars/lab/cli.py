@@ -162,7 +162,9 @@ def _plan(words: list[str]) -> int:
     try:
         args = parse(PlanArgs, options, f"mars plan {model or 'MODEL'}", about)
     except UsageError as error:
-        raise UsageError(f"{error}" if named else f"{error} (MODEL is the first word)") from None
+        if named:
+            raise
+        raise UsageError(f"{error} (MODEL is the first word)") from None
     plan_command(model, args)
     return 0
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from mars.lab import arguments, recipes, tasks
 from mars.lab.config import Run, check, read_config, to_json
+from mars.lab.differences import first_difference
 from mars.lab.errors import LabError
 from mars.lab.hardware import choose_device
 from mars.lab.optimizers import build
@@ -20,7 +21,6 @@ from mars.lab.pool import Job, cores, run_all
 from mars.lab.recipes import settings
 from mars.lab.report import Summary
 from mars.lab.rundir import RunDirectory, write_atomically
-from mars.lab.train import first_difference
 
 FIELD = ("adamw", "lion", "muon", "mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
 BASELINE = "adamw"

@@ -15,6 +15,7 @@ import torch
 
 from mars.lab import checkpoint, hardware, loading, parallel, retention, tasks, wrapping
 from mars.lab.config import Run, check, read_config, to_json
+from mars.lab.differences import first_difference
 from mars.lab.errors import LabError
 from mars.lab.log import Log, read
 from mars.lab.loop import Training
@@ -24,16 +25,6 @@ from mars.lab.rundir import RunDirectory, write_atomically
 from mars.lab.session import Outcome, Session, Watch
 from mars.lab.signals import Interrupt
 from mars.lab.tasks import Task
-
-# What may differ when a run goes on: none of it changes what is computed, but for rounding.
-FREE = {
-    "keep": None,
-    "loop": {
-        "device", "threads", "compile", "graphs", "deterministic", "micro_batch_size",
-        "log_every", "eval_every", "diagnose_every", "skip_nan", "parallel", "shards",
-        "epochs",  # steps are what counts
-    },
-}  # fmt: skip
 
 
 def prepare(run: Run, world: World | None = None) -> Training:
@@ -237,23 +228,6 @@ def _find_start(directory: Path, world: World) -> tuple[Path | None, list[str]]:
 
 def _text(run: Run) -> bytes:
     return (json.dumps(to_json(run), indent=2) + "\n").encode()
-
-
-def first_difference(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first field in which two configurations disagree though they must not."""
-    # The schedule last: its warm-up follows the steps, which are what was asked for.
-    for part, fields in sorted(new.items(), key=lambda item: item[0] == "schedule"):
-        free = FREE.get(part, set())
-        if free is None or not isinstance(fields, dict):
-            continue
-        for name, value in fields.items():
-            if name not in free and _plain(old[part].get(name)) != _plain(value):
-                return f"{part}.{name}", old[part].get(name), value
-    return None
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def header(run: Run, t: Training, command: str) -> dict[str, Any]:

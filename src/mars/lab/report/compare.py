@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mars.lab.differences import FREE
 from mars.lab.report.runs import RunLog
 
 Setting = tuple[tuple[str, str], ...]  # (facet, value) pairs
@@ -15,10 +16,6 @@ Setting = tuple[tuple[str, str], ...]  # (facet, value) pairs
 OWN = ("seed", "lr", "lr_1d", "name", "label")
 TUNED = ("optimizer", "schedule")  # parts in which one grid of rates must agree
 ELSEWHERE = ("model", "data", "keep")  # parts that are compared otherwise, or say nothing
-HARMLESS = (  # of the loop: no loss changes by them
-    "device", "threads", "compile", "graphs", "micro_batch_size", "log_every", "eval_every",
-    "diagnose_every", "parallel", "shards",
-)  # fmt: skip
 
 
 def setting(run: RunLog) -> Setting:
@@ -121,7 +118,8 @@ def flatten(config: object, prefix: str = "") -> dict[str, Any]:
 
 
 def _own(key: str) -> bool:
-    return any(part in (*OWN, *HARMLESS) for part in key.split("."))
+    part, _, name = key.partition(".")
+    return name in (FREE.get(part) or ()) or any(word in OWN for word in key.split("."))
 
 
 def _sha(part: object) -> str:

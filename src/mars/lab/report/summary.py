@@ -284,16 +284,6 @@ def _state(run: RunLog) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _machine(hardware: Any) -> Any:
-    own = hardware if isinstance(hardware, dict) else {}
-    return {name: value for name, value in own.items() if name != "threads"} or hardware
-
-
-def _threads(hardware: Any) -> Any:
-    own = hardware if isinstance(hardware, dict) else {}
-    return own.get("threads") if own.get("device") == "cpu" else None
-
-
 def _general(entries: Sequence[Entry], base: Entry | None, asked: str) -> list[str]:
     """What concerns the comparison as a whole."""
     warnings = []
@@ -301,10 +291,10 @@ def _general(entries: Sequence[Entry], base: Entry | None, asked: str) -> list[s
         warnings.append(f"no run of the baseline, {asked}: differences are not shown")
     elif base is not None and base.score is None:
         warnings.append(f"the baseline, {base.label}, has no finished run to compare with")
-    machines, threads = (
-        {str(of(run.header.get("hardware"))) for e in entries for run in e.runs}
-        for of in (_machine, _threads)
-    )
+    told = [run.header.get("hardware") for e in entries for run in e.runs]
+    known = [machine for machine in told if isinstance(machine, dict)]
+    machines = {str({**machine, "threads": None}) for machine in known}
+    threads = {machine.get("threads") for machine in known if machine.get("device") == "cpu"}
     if len(machines) > 1:
         warnings.append("the runs come from different hardware: do not compare their times")
     elif len(threads) > 1:

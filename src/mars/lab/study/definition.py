@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mars.lab.config import Run, check, to_json
+from mars.lab.differences import FREE
 from mars.lab.errors import LabError
 from mars.lab.recipes.settings import at_rate
-from mars.lab.train import FREE
 
 SPAN = 8  # rungs of a ladder on either side of its first rate
 Changes = Mapping[str, Mapping[str, Any]]

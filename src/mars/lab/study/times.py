@@ -23,7 +23,7 @@ from mars.lab.loop import Training
 from mars.lab.report import units
 from mars.lab.rundir import reason, write_atomically
 from mars.lab.study import fingerprint
-from mars.lab.study.definition import Study
+from mars.lab.study.definition import Arm, Study
 from mars.lab.study.results import Result
 
 NAME = "times.json"
@@ -42,13 +42,13 @@ class Time:
 
 def measure(
     study: Study, directory: Path, here: dict[str, str], command: str, without: Collection[str]
-) -> dict[str, Time]:
+) -> None:
     """Time the arms in turns, and write the file."""
     arms = [arm for arm in study.arms if arm.label not in without]
     rounds: dict[str, list[Time]] = {arm.label: [] for arm in arms}
     with hardware.deterministic(study.run(arms[0]).loop.deterministic):
         try:
-            trainings = {arm.label: _ready(study, arm.label) for arm in arms}
+            trainings = {arm.label: _ready(study, arm) for arm in arms}
             for _ in range(ROUNDS):
                 for label, training in trainings.items():
                     rounds[label].append(_round(training))
@@ -60,24 +60,23 @@ def measure(
         said = f"{units.seconds(time.step)} a step, optimizer {units.seconds(time.optimizer)}"
         sys.stderr.write(f"{label}: {said}\n")
     own = {
-        label: {"arm": fingerprint.of_arm(study, study.arm(label)), **asdict(found[label]),
-                "rounds": [time.step for time in rounds[label]]}
-        for label in found
+        arm.label: {"arm": fingerprint.of_arm(study, arm), **asdict(found[arm.label]),
+                    "rounds": [time.step for time in rounds[arm.label]]}
+        for arm in arms
     }  # fmt: skip
     record = {
         "format": FORMAT, "command": command, "fingerprint": here, "arms": own,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }  # fmt: skip
     write_atomically(directory / NAME, (json.dumps(record, indent=1) + "\n").encode())
-    return found
 
 
-def _ready(study: Study, label: str) -> Training:
+def _ready(study: Study, arm: Arm) -> Training:
     """An arm that has taken its first steps."""
     from mars.lab.train import prepare
 
-    sys.stderr.write(f"{label}: warming up\n")
-    training = prepare(study.run(study.arm(label)))
+    sys.stderr.write(f"{arm.label}: warming up\n")
+    training = prepare(study.run(arm))
     training.connect()
     for _ in range(WARM):
         training.advance()
@@ -102,6 +101,8 @@ def read(study: Study, directory: Path, results: Sequence[Result]) -> dict[str, 
     path = directory / NAME
     try:
         record: Any = json.loads(path.read_text())
+        if record["format"] != FORMAT:
+            raise LabError(f"{path} has another format: measure again with --times")
         found = {
             arm.label: Time(float(own["step"]), float(own["optimizer"]))
             for arm in study.arms
