@@ -22,7 +22,7 @@ from mars.lab.errors import LabError
 from mars.lab.models import GPT, flops_per_token
 from mars.lab.planner import gpus, memory, models, network, newton_schulz, predict, steps, validate
 from mars.lab.planner.network import Cluster
-from mars.lab.planner.predict import Job
+from mars.lab.planner.predict import Job, setting_of
 from mars.lab.planner.steps import OPTIMIZERS, Setting
 
 Capture = pytest.CaptureFixture[str]
@@ -57,6 +57,8 @@ def real_state_bytes(name: str, dtype: torch.dtype, state: str) -> float:
     else:
         form = None if state == "float32" else state
         options: dict[str, Any] = {"state_dtype": form, "consume_grads": OPTIMIZERS[name].consume}
+        if OPTIMIZERS[name].unclipped:
+            options |= {"clip": None, "second_moment": "raw"}
         made = [mars.MARS(mars.param_groups(model, mars_type=kind), **options)]
     for p in model.parameters():
         p.grad = torch.randn_like(p)
@@ -76,7 +78,8 @@ def test_state_is_what_real_optimizers_hold(
 ) -> None:
     S = models.Shape
     shapes = [S((32, 64)), S((128, 64), hidden=True), S((128,))]
-    predicted = steps.state_bytes(OPTIMIZERS[name], shapes, Setting(params, state))
+    own = job(setting=Setting(params, state))
+    predicted = steps.state_bytes(OPTIMIZERS[name], shapes, setting_of(own, OPTIMIZERS[name]))
     assert predicted == real_state_bytes(name, dtype, state)
 
 
@@ -89,6 +92,8 @@ def test_bytes_of_a_step_are_those_that_were_counted() -> None:
     assert moved("torch-adamw") == moved("plain-adamw") == 28
     assert moved("mars-adamw") == 40
     assert moved("mars-adamw", clip_tensor=False) == 36
+    assert moved("mars-adamw", clip_tensor=False, raw=True) == 28
+    assert moved("mars-lion", clip_tensor=False) == 20
     assert moved("mars-adamw", consume=True) == 36
     assert moved("mars-adamw", state="bfloat16") == 28
     assert moved("mars-lion") == 32

@@ -70,6 +70,7 @@ def candidates(on_gpu: bool) -> list[Candidate]:
     engines = [name for name in ENGINES if name != ("cpu" if on_gpu else "fused")]
     made += [_mars(kind, engine) for kind in KINDS for engine in engines if not KINDS[kind].matrix]
     made += [_mars("mars-adamw", engines[0], variant) for variant in VARIANTS]
+    made.append(_mars("mars-lion", engines[0], "no clip"))  # needs no last gradient either
     made.append(Candidate("pytorch_optimizer MARS", _pytorch_optimizer))
     made.append(Candidate("heavyball MARS", _heavyball))
     made.append(Candidate("timm Mars", _timm))

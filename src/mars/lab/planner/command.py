@@ -36,8 +36,8 @@ class PlanArgs:
     nodes_of: int = 8
     """GPUs of a node."""
     optimizer: tuple[str, ...] = ("all",)
-    """Which optimizers: adamw, muon, mars-adamw, mars-adamw-consume, mars-lion, mars-shampoo,
-    mars-m, or all of them."""
+    """Which optimizers: adamw, muon, mars-adamw, mars-adamw-consume, mars-adamw-no-clip (and with a
+    raw second moment), mars-lion, mars-shampoo, mars-m, mars-m-no-clip, or all of them."""
     state: Form = "float32"
     """How MARS keeps its state."""
     params: Literal["fp32", "bf16"] = "fp32"

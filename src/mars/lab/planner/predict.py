@@ -128,7 +128,13 @@ def setting_of(job: Job, optimizer: Optimizer) -> Setting:
     elif not optimizer.torch and not alone:
         shared = job.cluster.shards > 1 or RULES[optimizer.hidden].matrix
         engine = "foreach" if shared else "fused"
-    return dataclasses.replace(job.setting, engine=engine, consume=optimizer.consume and alone)
+    return dataclasses.replace(
+        job.setting,
+        engine=engine,
+        consume=optimizer.consume and alone,
+        clip_tensor=not optimizer.unclipped,
+        raw=optimizer.unclipped,
+    )
 
 
 def rank_memory(job: Job, optimizer: Optimizer) -> Memory:

@@ -70,6 +70,7 @@ class Optimizer:
     tables: str
     vectors: str
     consume: bool = False
+    unclipped: bool = False  # and with a raw second moment: no last gradient is kept
 
     def rule(self, shape: Shape) -> str:
         if shape.hidden:
@@ -81,10 +82,12 @@ class Optimizer:
         return RULES[self.vectors].torch
 
 
-def _mars(kind: str, label: str, suffix: str = "", consume: bool = False) -> Optimizer:
+def _mars(kind: str, label: str, suffix: str = "", **options: bool) -> Optimizer:
     tables = "plain-adamw" if RULES[kind].matrix else kind
-    return Optimizer(kind + suffix, label, kind, tables, "plain-adamw", consume)
+    return Optimizer(kind + suffix, label, kind, tables, "plain-adamw", **options)
 
+
+NO_CLIP = "-no-clip"
 
 OPTIMIZERS: dict[str, Optimizer] = {
     o.name: o
@@ -93,9 +96,11 @@ OPTIMIZERS: dict[str, Optimizer] = {
         Optimizer("muon", "Muon (torch)", "torch-muon", "torch-adamw", "torch-adamw"),
         _mars("mars-adamw", "MARS-AdamW"),
         _mars("mars-adamw", "MARS-AdamW, consume_grads", "-consume", consume=True),
+        _mars("mars-adamw", "MARS-AdamW, no clip, raw", NO_CLIP, unclipped=True),
         _mars("mars-lion", "MARS-Lion"),
         _mars("mars-shampoo", "MARS-Shampoo"),
         _mars("mars-m", "MARS-M"),
+        _mars("mars-m", "MARS-M, no clip", NO_CLIP, unclipped=True),
     )
 }
 
@@ -107,9 +112,17 @@ class Setting:
     param_bytes: int = 4
     state: Form = "float32"
     clip_tensor: bool = True  # MARS's own clip of the corrected gradient
+    raw: bool = False  # second moment of g instead of c
     clip_all: bool = True  # the gradient of the whole model to a norm
     consume: bool = False  # gradients become last gradients: not for DDP's and FSDP2's, views
     engine: Engine = "fused"
+
+
+def keeps_last_grad(rule: str, setting: Setting) -> bool:
+    """As the library decides: h cancels where nothing but the average needs c."""
+    r = RULES[rule]
+    needs_c = setting.clip_tensor or (r.moments == 2 and not setting.raw)
+    return r.last_grad and needs_c
 
 
 def state_bytes_per_element(rule: str, setting: Setting) -> float:
@@ -120,7 +133,7 @@ def state_bytes_per_element(rule: str, setting: Setting) -> float:
     form = FORM_BYTES[setting.state]
     last = setting.param_bytes if setting.state == "float32" else form
     low = 2 if setting.param_bytes == 2 else 0
-    return r.moments * form + (last if r.last_grad else 0) + low
+    return r.moments * form + (last if keeps_last_grad(rule, setting) else 0) + low
 
 
 def step_bytes_per_element(rule: str, setting: Setting) -> float:
@@ -134,7 +147,7 @@ def step_bytes_per_element(rule: str, setting: Setting) -> float:
         return clip + (MUON_BYTES if r.matrix else 3 * p + 2 * state)
     normed = setting.clip_all or (setting.clip_tensor and r.last_grad)
     moved = (2 if normed else 1) * p + 2 * p + 2 * state
-    if setting.consume and r.last_grad and setting.state == "float32":
+    if setting.consume and keeps_last_grad(rule, setting) and setting.state == "float32":
         moved -= p  # h is not written
     if r.matrix:  # moments are read once more, stacked in 16 bits, and read again
         moved += FORM_BYTES[setting.state] + 2 * newton_schulz.HALF_BYTES
@@ -180,7 +193,7 @@ def host_seconds(
         return HOST_SECONDS_PER_FOREACH_TENSOR * tensors
     if not optimizer.torch:
         own = HOST_SECONDS_PER_TENSOR["mars"] * tensors + HOST_SECONDS_PER_LAUNCH * launches
-        handed = sum(RULES[optimizer.rule(shape)].last_grad for shape in shapes)
+        handed = sum(keeps_last_grad(optimizer.rule(shape), setting) for shape in shapes)
         return own + (HOST_SECONDS_PER_CONSUMED_TENSOR * handed if setting.consume else 0.0)
     matrices = sum(RULES[optimizer.rule(shape)].matrix for shape in shapes)
     own = HOST_SECONDS_PER_TENSOR["torch"] * (tensors - matrices)

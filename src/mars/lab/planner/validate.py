@@ -17,7 +17,9 @@ from mars.lab.planner.predict import Job, predict, rank_memory
 from mars.lab.planner.steps import OPTIMIZERS, RULES, Optimizer, Setting
 from mars.sharding import flops
 
-BENCHMARKS = ("bench_small_h200.json", "bench_xl_h200.json", "bench_more_h200.json")
+BENCHMARKS = (
+    "bench_small_h200.json", "bench_xl_h200.json", "bench_more_h200.json", "bench_clip_h200.json",
+)  # fmt: skip
 TRAINING = "train_speed_h200.json"
 PROCESSES = "distributed_ns_cpu.json"
 LARGE = 0.2  # an error worth a word
@@ -27,6 +29,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "consume_grads": {"consume": True},
     "max_grad_norm": {"clip_all": True},
     "no clip": {"clip_tensor": False},
+    "no clip, raw": {"clip_tensor": False, "raw": True},
     "bfloat16 state": {"state": "bfloat16"},
     "8-bit state": {"state": "8bit"},
 }
