@@ -291,7 +291,7 @@ def measured() -> str:
             units.tokens(s.batch),
             units.rate(s.lr) + ("" if s.bracketed else " (at the edge)"),
             ", ".join(f"{n} {_value(v)}" for n, v in rest.items()),
-            f"{score}, {s.seeds} seeds",
+            f"{score}, {s.seeds} seed{'s' * (s.seeds > 1)}",
             file,
         ])  # fmt: skip
     head = ["", "model", "seen", "batch", "best rate", "with", "validation loss", "from"]
@@ -348,6 +348,17 @@ def step_cost() -> str:
             cells[1] += " of Muon"
         return [label, *cells]
 
+    def unclipped(label: str, name: str) -> list[str]:
+        """Of another run: its ratios are to its own AdamW."""
+        (own,) = (
+            one
+            for run in result("bench_clip_h200.json")["runs"]
+            for one in run["rows"]
+            if (one["parameters"], one["name"]) == ("gpt2-xl", name)
+        )
+        cells = [f"{own['ms']:.1f}", f"{own['ratio']:.2f}", f"{own['gpu_ratio']:.2f}"]
+        return [label.format(**own), *cells]
+
     lean = found[f"{ours}, bfloat16 state"]["state"]
     usual = found["torch AdamW fused"]["state"]
     rows = [
@@ -358,7 +369,12 @@ def step_cost() -> str:
             f"({lean:.0f} bytes of state a parameter; AdamW has {usual:.0f})",
             f"{ours}, bfloat16 state",
         ),
+        unclipped(
+            'MARS-AdamW with `clip=None, second_moment="raw"` ({state:.0f} bytes)',
+            f"{ours}, no clip, raw",
+        ),
         row("MARS-Lion", "mars-lion fused"),
+        unclipped("MARS-Lion with `clip=None` ({state:.0f} bytes)", "mars-lion fused, no clip"),
         row("plain AdamW, ours", "plain-adamw fused"),
         row(
             "fused AdamW + `clip_grad_norm_` / MARS-AdamW with `max_grad_norm=1.0`",
@@ -421,6 +437,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tiny-correction": lambda: arms("tiny-correction"),
     "tiny-clip": lambda: arms("tiny-clip"),
     "tiny-search": lambda: arms("tiny-search"),
+    "tiny-scale": lambda: arms("tiny-scale"),
     "scores": lambda: scores("gpt2-small-scores/eval.json"),
     "settings": measured,
 }

@@ -161,19 +161,45 @@ def test_sentences_on_the_study_are_those_of_its_runs() -> None:
 
     readme = " ".join((ROOT / "README.md").read_text().split())
     muon = below("Muon", "AdamW")
-    assert f"Muon is {sum(muon) / len(muon):.2f} below AdamW" in readme
     ours = below("MARS-AdamW (.9, .95)", "AdamW")
     assert f"MARS-AdamW is {sum(ours) / len(ours):.3f} below AdamW" in readme
     assert len(ours) == 3
     assert min(ours) > 0
-    of_m = " and ".join(f"{d:.3f}" for d in below("MARS-M", "Muon"))
-    assert f"MARS-M is {of_m} below Muon" in readme
+    shampoo = {base: below("MARS-Shampoo", base) for base in ("AdamW", "Muon")}
+    assert f"MARS-Shampoo by {sum(shampoo['AdamW']) / 3:.2f}, Muon by {sum(muon) / 3:.2f}" in readme
+    assert f"MARS-Shampoo is {sum(shampoo['Muon']) / 3:.3f} below Muon" in readme
+    (original,) = best["Muon, original scale"].values()
+    assert f"({original:.3f}, one seed so far)" in readme
     lost = [
         found[label].losses[2 * found[label].best][0] - best[label][0]
         for label in ("MARS-AdamW (.9, .95)", "AdamW")
     ]
     results = " ".join((ROOT / "docs/results.md").read_text().split())
     assert f"it loses {lost[0]:.2f} where AdamW loses {lost[1]:.2f}" in results
+    of_m = below("MARS-M", "Muon")
+    told = (
+        f"{of_m[0]:.3f} and {of_m[1]:.3f} below it on two seeds, {-of_m[2]:.3f} above on the third"
+    )
+    assert told in results
+
+
+def test_sentences_on_the_scale_are_those_of_its_verdict() -> None:
+    from mars.lab.study.judge import judge
+    from mars.lab.study.questions import find
+    from mars.lab.study.results import Results
+
+    study = find("tiny-scale")
+    judged = judge(study, Results(ROOT / "docs/results/tiny-scale").read())
+    by = {(j.comparison.arm, j.comparison.baseline): j for j in judged}
+    corrected = "MARS-Shampoo, tables by MARS-AdamW"
+    same_rate = by[corrected, "MARS-Shampoo, tables at 1 lr"]
+    best_muon = by[corrected, "Muon, tables at 2 lr"]
+    assert same_rate.state == "holds"
+    assert best_muon.state == "not resolved"
+    for page in ("README.md", "docs/results.md"):
+        text = " ".join((ROOT / page).read_text().split())
+        assert f"ends {-same_rate.difference.mean:.3f} below the same with AdamW on them" in text
+        assert f"{-best_muon.difference.mean:.3f}" in text
 
 
 def test_figures_of_the_readme_are_those_of_the_results() -> None:

@@ -244,7 +244,10 @@ def test_a_dry_run_says_where_the_rate_comes_from(capsys: pytest.CaptureFixture[
         "lr 0.0006: not the best of a grid here\nnearest that is: lr 0.002: best"
     )
     assert "on a model 2.4 times smaller, with 833 times fewer tokens" in text
-    assert dry(capsys, "gpt2-small", "--optimizer", "muon") == (
+    text = dry(capsys, "gpt2-small", "--optimizer", "muon")  # as published: of the original scale
+    assert text.endswith("(docs/results/optimizers-50m/results.jsonl, Muon, original scale)")
+    own = ("--optimizer.options", "nesterov", "False")
+    assert dry(capsys, "gpt2-small", "--optimizer", "muon", *own) == (
         "lr 0.02: no grid here had this optimizer with these options"
     )
     assert "rates/digits-cnn.json, mars-m)" in dry(capsys, "digits-cnn", "--optimizer", "mars-m")

@@ -1,0 +1,236 @@
+"""Studies that are asked of several models: what varies, what is predicted, what is compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from mars.lab.config import Run
+from mars.lab.study.definition import Arm, Changes, Claim, Comparison, Study
+
+Base = Callable[[str], Run]
+
+PUBLISHED = (0.95, 0.99)  # betas
+ORIGINAL = "Muon, original scale"
+
+
+def lower(arm: str, than: str, by: float = 0.0) -> Comparison:
+    return Comparison(arm=arm, baseline=than, claim=Claim(kind="lower", by=by))
+
+
+def within(arm: str, of: str, by: float) -> Comparison:
+    return Comparison(arm=arm, baseline=of, claim=Claim(kind="within", by=by))
+
+
+def rate(arm: str, of: str, times: float) -> Comparison:
+    return Comparison(arm=arm, baseline=of, claim=Claim(kind="rate", by=times))
+
+
+def mars_adamw(label: str, lr: float, changes: Changes | None = None, **options: object) -> Arm:
+    own = {"optimizer": options} if options else {}
+    return Arm(label=label, optimizer="mars-adamw", lr=lr, changes={**own, **(changes or {})})
+
+
+def muon_original(lr: float, tables: float | None = None) -> Arm:
+    """Muon scaled by √max(1, rows/cols) as MARS-Shampoo is, not to the size of AdamW's steps.
+
+    ``tables``: the rate of what is left to AdamW, in lr; by default the recipe's half.
+    """
+    own: dict[str, object] = {"options": {"adjust_lr_fn": "original"}}
+    label = ORIGINAL
+    if tables is not None:
+        own |= {"lr": 1.0, "lr_1d": tables}
+        label += f", tables at {tables:g} lr"
+    return Arm(label=label, optimizer="muon", lr=lr, changes={"optimizer": own})
+
+
+def varied(arm: Arm, change: str, **own: object) -> Arm:
+    return dataclasses.replace(arm, label=f"{arm.label}, {change}", changes={"optimizer": own})
+
+
+def _tables(gamma: float) -> dict[str, str]:
+    """By which MARS-AdamW trains the tables that a matrix type leaves to AdamW."""
+    own = {"mars_type": "mars-adamw", "betas": (0.9, 0.95), "gamma": gamma}
+    return {"embeddings": str(own)}
+
+
+def sized(batch_size: int, steps: int) -> Changes:
+    """A tenth of the steps is warm-up; ten validations."""
+    return {
+        "loop": {"batch_size": batch_size, "steps": steps},
+        "schedule": {"warmup_steps": steps // 10},
+    }
+
+
+def correction(name: str, base: Base, lr: float, what: str, gammas: tuple[float, ...]) -> Study:
+    """γ × approximate or exact, at the published betas, where κ is largest."""
+    plain = "γ = 0"
+    arms = [mars_adamw(plain, lr, betas=PUBLISHED, gamma=0.0)]
+    claims = []
+    for gamma in gammas:
+        kappa = gamma * PUBLISHED[0] / (1 - PUBLISHED[0])
+        longer = math.sqrt((1 + kappa) ** 2 + kappa**2)
+        approximate, exact = f"γ = {gamma:g}", f"γ = {gamma:g}, exact"
+        arms.append(mars_adamw(approximate, lr, betas=PUBLISHED, gamma=gamma))
+        arms.append(mars_adamw(exact, lr, betas=PUBLISHED, gamma=gamma, exact=True))
+        claims += [
+            lower(approximate, plain), rate(approximate, plain, longer),
+            lower(exact, plain), rate(exact, plain, 1.0),
+            within(exact, approximate, 0.01),
+        ]  # fmt: skip
+    return Study(
+        name=name,
+        question=f"{what}: what does the correction do, approximate and exact, for every γ?",
+        prediction="Approximate: Var(c)/Var(g) is (1+κ)² + κ² and the best rate grows by its "
+        "root; exact: both stay at 1. Losses fall a little with γ and hardly differ between the "
+        "two at the default γ.",
+        base=base,
+        arms=tuple(arms),
+        comparisons=tuple(claims),
+    )
+
+
+def clip(name: str, base: Base, lr: float, what: str, by: float) -> Study:
+    """Clips and second moments."""
+    usual = "tensor, corrected"
+    options = {
+        "global, corrected": {"clip": "global"},
+        "none, corrected": {"clip": "None"},
+        "tensor, raw": {"second_moment": "raw"},
+        "none, raw": {"clip": "None", "second_moment": "raw"},
+    }
+    return Study(
+        name=name,
+        question=f"{what}: does the clip (per tensor, global, none) or the second moment "
+        "(corrected, raw) matter?",
+        prediction=f"Neither does, by more than {by:g}; with a raw second moment the best rate is "
+        "lower, because v no longer grows with the correction's noise.",
+        base=base,
+        arms=(
+            mars_adamw(usual, lr),
+            *(mars_adamw(label, lr, options=o) for label, o in options.items()),
+        ),
+        comparisons=tuple(within(label, usual, by) for label in options),
+    )
+
+
+def batch(
+    name: str,
+    base: Base,
+    lr: float,
+    what: str,
+    small: Changes,
+    large: Changes,
+    names: tuple[str, str],
+    by: float,
+) -> Study:
+    """A small and a large batch, of which ``names`` tell the tokens."""
+    arms = []
+    for tokens, changes in zip(names, (small, large), strict=True):
+        # Eight times the batch, √8 times the rate: where the ladder begins, no more.
+        first = lr * (1 if changes is small else 2)
+        arms.append(Arm(label=f"AdamW, {tokens}", optimizer="adamw", lr=first, changes=changes))
+        arms.append(mars_adamw(f"MARS-AdamW, {tokens}", first, changes))
+    few, many = names
+    return Study(
+        name=name,
+        question=f"{what}, batches of {few} and {many} tokens: is MARS a large-batch method?",
+        prediction=f"MARS-AdamW gains {by:g} more over AdamW with the large batch.",
+        base=base,
+        arms=tuple(arms),
+        comparisons=(
+            lower(f"MARS-AdamW, {few}", f"AdamW, {few}"),
+            lower(f"MARS-AdamW, {many}", f"AdamW, {many}"),
+            Comparison(
+                arm=f"MARS-AdamW, {many}",
+                baseline=f"AdamW, {many}",
+                claim=Claim(kind="lower", by=by),
+                than=(f"MARS-AdamW, {few}", f"AdamW, {few}"),
+            ),
+        ),
+    )
+
+
+def search(name: str, base: Base, lr: float, muon: Arm, matrix: Arm, what: str) -> Study:
+    """Which setting of the family beats the best baseline of either kind?
+
+    The matrix types leave the token table, half of a small model, to AdamW as Muon does; MARS-AdamW
+    gains where AdamW trains. So let both gain.
+    """
+    adamw, raw = "AdamW", {"second_moment": "raw"}
+    arms = (
+        Arm(label=adamw, optimizer="adamw", lr=lr),
+        muon,
+        matrix,
+        varied(matrix, "tables by MARS-AdamW", options=_tables(0.025)),
+        varied(matrix, "tables by MARS-AdamW, γ = 0.1", options=_tables(0.1)),
+        varied(matrix, "γ = 0", gamma=0.0),
+        varied(matrix, "γ = 0.1", gamma=0.1),
+        mars_adamw("MARS-AdamW", lr),
+        mars_adamw("MARS-AdamW, γ = 0.1", lr, gamma=0.1),
+        mars_adamw("MARS-AdamW, γ = 0.1, exact", lr, gamma=0.1, exact=True),
+        mars_adamw("MARS-AdamW, raw second moment", lr, options=raw),
+        mars_adamw("MARS-AdamW, raw second moment, γ = 0.1", lr, gamma=0.1, options=raw),
+        mars_adamw("MARS-AdamW (.95, .99), γ = 0.1", lr, gamma=0.1, betas=PUBLISHED),
+    )
+    return Study(
+        name=name,
+        question=f"{what}: which setting of the family is worth a switch?",
+        prediction=f"MARS-AdamW ends 0.03 below AdamW at its betas. {matrix.label} equals Muon "
+        "whatever γ is; with its tables trained by MARS-AdamW it ends 0.01 below Muon.",
+        base=base,
+        arms=arms,
+        comparisons=(
+            *(lower(a.label, adamw, 0.03) for a in arms if a.optimizer == "mars-adamw"),
+            *(lower(a.label, muon.label, 0.01) for a in arms if a.optimizer == matrix.optimizer),
+        ),
+    )
+
+
+def scale(name: str, base: Base, lr: float, original: float, what: str, by: float) -> Study:
+    """What is between the matrix types: the scale, the rate of tables, or the correction?
+
+    Moonlight's scale gives a hidden step an RMS of lr/5, the original one of lr/√cols or less.
+    Both leave AdamW half of lr for tables: beside the same hidden step the original's tables move
+    faster, at these widths two to five times.
+    """
+    muon = Arm(label="Muon", optimizer="muon", lr=lr)
+    mars_m = Arm(label="MARS-M", optimizer="mars-m", lr=lr)
+    shampoo = Arm(label="MARS-Shampoo", optimizer="mars-shampoo", lr=original)
+    muon_faster, mars_m_faster = (
+        varied(arm, "tables at 2 lr", lr=1.0, lr_1d=2.0) for arm in (muon, mars_m)
+    )
+    # MARS-AdamW trains tables at lr: so here is AdamW at that.
+    shampoo_faster = varied(shampoo, "tables at 1 lr", lr=1.0, lr_1d=1.0)
+    original_faster = muon_original(original, tables=1.0)
+    corrected = varied(shampoo, "tables by MARS-AdamW", options=_tables(0.025))
+    return Study(
+        name=name,
+        question=f"{what}: is it the scale, the rate of tables or the correction that makes "
+        "MARS-Shampoo, MARS-M and Muon differ?",
+        prediction="The rate of tables: faster ones lower the loss of Muon and MARS-M to that of "
+        "the original scale. The correction adds nothing to a matrix type, and lowers "
+        "the loss where it trains the tables: below a Muon whose tables have their best rate.",
+        base=base,
+        arms=(
+            muon,
+            muon_faster,
+            muon_original(original),
+            original_faster,
+            mars_m,
+            mars_m_faster,
+            shampoo,
+            shampoo_faster,
+            corrected,
+        ),
+        comparisons=(
+            lower(muon_faster.label, muon.label),
+            within(muon_faster.label, ORIGINAL, by),
+            within(mars_m.label, muon.label, by),
+            within(mars_m_faster.label, muon_faster.label, by),
+            within(shampoo.label, ORIGINAL, by),
+            lower(corrected.label, shampoo_faster.label),
+            *(lower(corrected.label, one.label, 0.01) for one in (muon_faster, original_faster)),
+        ),
+    )
