@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 from miniature import run
 
-from mars.lab.arguments import base_run, overridden, shorthands
+from mars.lab.arguments import (
+    TrainArgs,
+    base_run,
+    overridden,
+    parse,
+    shorthands,
+    with_defaults,
+)
 from mars.lab.cli import COMMANDS, main
 from mars.lab.config import to_json
 from mars.lab.log import read
@@ -233,6 +240,17 @@ def test_shorthands_and_overrides(tmp_path: Path) -> None:
     words = ["--optimizer.options", "clip=None", "second_moment", "raw", "--loop.steps=3"]
     said = ["--optimizer.options", "clip", "None", "second_moment", "raw", "--loop.steps", "3"]
     assert shorthands(words) == said
+
+
+def test_options_are_added_to_those_of_the_recipe() -> None:
+    def options(*words: str) -> dict[str, str]:
+        base = base_run("gpt2-small", ["--optimizer.name", "muon"])
+        given = ["--optimizer.options", *words] if words else []
+        return parse(TrainArgs, given, "mars", "", with_defaults(TrainArgs, base)).optimizer.options
+
+    assert options() == {"adjust_lr_fn": "original"}
+    assert options("nesterov", "False") == {"adjust_lr_fn": "original", "nesterov": "False"}
+    assert options("adjust_lr_fn", "match_rms_adamw") == {"adjust_lr_fn": "match_rms_adamw"}
 
 
 def test_published_settings() -> None:

@@ -42,6 +42,10 @@ def parse(kind: type[T], words: list[str], prog: str, about: str, default: Any =
         raise LabError('the command line needs tyro: pip install ".[lab]"') from error
     errors, help_ = io.StringIO(), io.StringIO()
     plain = "NO_COLOR" in os.environ  # what is no terminal gets no colours
+    # Of a dict that is not empty tyro makes a field for each name, and takes no others.
+    kept = dict(default.optimizer.options) if isinstance(default, Run) else {}
+    if kept:
+        default = default.replace(optimizer={"options": {}})
     options: dict[str, Any] = {} if default is None else {"default": default}
     try:
         with (
@@ -57,12 +61,14 @@ def parse(kind: type[T], words: list[str], prog: str, about: str, default: Any =
                 config=(tyro.conf.PositionalRequiredArgs, tyro.conf.AvoidSubcommands),
                 **options,
             )
-            return parsed
     except SystemExit as stop:
         if stop.code in (0, None):  # --help has been printed
             print_out(help_.getvalue())
             raise
         raise UsageError(f"{_one_line(errors.getvalue())}; see {prog} --help") from None
+    if kept and isinstance(parsed, Run):
+        parsed = parsed.replace(optimizer={"options": {**kept, **parsed.optimizer.options}})
+    return parsed
 
 
 def _one_line(box: str) -> str:

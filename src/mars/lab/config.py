@@ -121,7 +121,8 @@ class Optimizer:
     max_grad_norm: float | None = 1.0
     """Clip the gradient of the whole model to this norm, for every optimizer alike."""
     options: dict[str, str] = field(default_factory=dict)
-    """More arguments of the constructor, as pairs: --optimizer.options ns_steps 6 clip global"""
+    """More arguments of the constructor, as pairs: --optimizer.options ns_steps 6 clip global.
+    Added to those of the recipe, which --dry-run shows."""
 
 
 @dataclass(frozen=True, kw_only=True)

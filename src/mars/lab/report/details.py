@@ -89,6 +89,8 @@ def configuration(summary: Summary) -> Markup:
     differ: list[list[Child]] = []
     same: list[list[Child]] = []
     for key in keys:
+        if any(other.startswith(f"{key}.") for other in keys):
+            continue  # an empty dict here, names and values in another run
         who: dict[str, list[str]] = defaultdict(list)
         for run, config in flat:
             labels = who[_value(config[key]) if key in config else "not set"]
@@ -149,7 +151,9 @@ def _values(who: dict[str, list[str]], labels: int) -> Markup:
         ]
         return tag("ul", *items, class_="values")
     for value, names in who.items():
-        whose = None if len(names) == labels else tag("small", ", ".join(names))
+        whose = (
+            None if len(names) == labels else tag("small", "; ".join(names))
+        )  # labels have commas
         items.append(tag("li", value, whose))
     return tag("ul", *items, class_="values")
 
