@@ -32,16 +32,16 @@ def mars_adamw(label: str, lr: float, changes: Changes | None = None, **options:
     return Arm(label=label, optimizer="mars-adamw", lr=lr, changes={**own, **(changes or {})})
 
 
-def muon_original(lr: float, tables: float | None = None) -> Arm:
+def muon_original(lr: float, lr_1d: float | None = None) -> Arm:
     """Muon scaled by √max(1, rows/cols) as MARS-Shampoo is, not to the size of AdamW's steps.
 
-    ``tables``: the rate of what is left to AdamW, in lr; by default the recipe's half.
+    ``lr_1d``: the rate of what is left to AdamW, in lr; by default the recipe's half.
     """
     own: dict[str, object] = {"options": {"adjust_lr_fn": "original"}}
     label = ORIGINAL
-    if tables is not None:
-        own |= {"lr": 1.0, "lr_1d": tables}
-        label += f", tables at {tables:g} lr"
+    if lr_1d is not None:
+        own |= {"lr": 1.0, "lr_1d": lr_1d}
+        label += ", lr_1d = lr" if lr_1d == 1 else f", lr_1d = {lr_1d:g} lr"
     return Arm(label=label, optimizer="muon", lr=lr, changes={"optimizer": own})
 
 
@@ -189,21 +189,21 @@ def search(name: str, base: Base, lr: float, muon: Arm, matrix: Arm, what: str) 
 
 
 def scale(name: str, base: Base, lr: float, original: float, what: str, by: float) -> Study:
-    """What is between the matrix types: the scale, the rate of tables, or the correction?
+    """What is between the matrix types: the scale, other rates beside it, or the correction?
 
     Moonlight's scale gives a hidden step an RMS of lr/5, the original one of lr/√cols or less.
-    Both leave AdamW half of lr for tables: beside the same hidden step the original's tables move
-    faster, at these widths two to five times.
+    Both leave AdamW half of lr for tables and vectors: beside the same hidden step the original's
+    move faster, at these widths two to five times.
     """
     muon = Arm(label="Muon", optimizer="muon", lr=lr)
     mars_m = Arm(label="MARS-M", optimizer="mars-m", lr=lr)
     shampoo = Arm(label="MARS-Shampoo", optimizer="mars-shampoo", lr=original)
     muon_faster, mars_m_faster = (
-        varied(arm, "tables at 2 lr", lr=1.0, lr_1d=2.0) for arm in (muon, mars_m)
+        varied(arm, "lr_1d = 2 lr", lr=1.0, lr_1d=2.0) for arm in (muon, mars_m)
     )
-    # MARS-AdamW trains tables at lr: so here is AdamW at that.
-    shampoo_faster = varied(shampoo, "tables at 1 lr", lr=1.0, lr_1d=1.0)
-    original_faster = muon_original(original, tables=1.0)
+    shampoo_faster = varied(shampoo, "lr_1d = lr", lr=1.0, lr_1d=1.0)
+    # MARS-AdamW trains tables at lr, and with γ = 0 it is AdamW: vectors keep their half of lr.
+    tables = varied(shampoo, "tables at lr", options=_tables(0.0))
     corrected = varied(shampoo, "tables by MARS-AdamW", options=_tables(0.025))
     return Study(
         name=name,
@@ -217,11 +217,12 @@ def scale(name: str, base: Base, lr: float, original: float, what: str, by: floa
             muon,
             muon_faster,
             muon_original(original),
-            original_faster,
+            muon_original(original, lr_1d=1.0),
             mars_m,
             mars_m_faster,
             shampoo,
             shampoo_faster,
+            tables,
             corrected,
         ),
         comparisons=(
@@ -230,7 +231,9 @@ def scale(name: str, base: Base, lr: float, original: float, what: str, by: floa
             within(mars_m.label, muon.label, by),
             within(mars_m_faster.label, muon_faster.label, by),
             within(shampoo.label, ORIGINAL, by),
-            lower(corrected.label, shampoo_faster.label),
-            *(lower(corrected.label, one.label, 0.01) for one in (muon_faster, original_faster)),
+            lower(tables.label, shampoo.label),
+            lower(corrected.label, tables.label),
+            lower(corrected.label, muon_faster.label, 0.01),
+            lower(corrected.label, ORIGINAL, 0.01),
         ),
     )
