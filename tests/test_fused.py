@@ -625,3 +625,38 @@ def test_tables_are_made_on_the_host_whatever_the_default_device_is() -> None:
     with torch.device("meta"):
         optimizer.step()
     assert all(x.device.type == "cpu" for x in optimizer.state[xs[0]].values())
+
+
+@pytest.mark.parametrize("kind", ["mars-m", "mars-shampoo"])
+@pytest.mark.parametrize("shape", [(1, 4), (1, 64), (16, 16)])
+def test_newton_schulz_of_rounded_momenta_stays_bounded(kind: str, shape) -> None:
+    """Rounded to 8 bits a momentum may be an eighth longer, which Polar Express does not bear."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        p = nn.Parameter(torch.zeros(shape))
+        optimizer = MARS(
+            [p], mars_type=kind, state_dtype="8bit", ns_coefficients="polar-express", fused=True
+        )
+        for _ in range(4):
+            p.grad = torch.zeros(shape)
+            p.grad[0] = torch.randn(shape[1])
+            optimizer.step()
+        assert p.isfinite().all()
+
+
+@pytest.mark.parametrize("norm", [{"max_grad_norm": 100.0}, {"clip": "global"}], ids=str)
+def test_a_last_gradient_that_begins_late_beside_others(norm: dict) -> None:
+    """What shares a norm with it is not fused in that step: c = g all the same."""
+    ends = []
+    for engine in ({"fused": True}, {"foreach": False}):
+        torch.manual_seed(0)
+        p, v = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(6, 4))
+        groups = [{"params": [p], "clip": None}, {"params": [v]}]
+        optimizer = MARS(groups, mars_type="mars-lion", gamma=0.5, **norm, **engine)
+        give([p, v])
+        optimizer.step()
+        optimizer.param_groups[0]["clip"] = "tensor"
+        give([p, v], 0.01)
+        optimizer.step()
+        ends.append(optimizer.state[p]["exp_avg"])
+    torch.testing.assert_close(*ends)

@@ -322,3 +322,16 @@ def test_a_large_lr_beside_the_default_lr_1d_is_pointed_out(
     mars.MARS(Net().parameters(), **options)
     assert said in caplog.text
     assert bool(caplog.text) == bool(said)
+
+
+def test_the_table_prints_the_decay_of_vectors_that_mars_trains() -> None:
+    options = {"optimize_1d": True, "weight_decay": 0.1, "weight_decay_1d": 0.0}
+    model = nn.Linear(4, 4)
+    groups = mars.param_groups(model, mars_type="mars-m", **options)
+    (line,) = (row for row in str(groups).splitlines() if row.startswith("bias"))
+    assert line.split()[-3:] == ["mars-adamw", "default", "0.1"]
+    optimizer = MARS(groups, lr=1.0)
+    before = model.bias.detach().clone()
+    model.bias.grad = torch.zeros(4)
+    optimizer.step()
+    torch.testing.assert_close(model.bias.detach(), 0.9 * before)

@@ -447,8 +447,12 @@ def test_parameters_in_another_order_are_refused_if_their_names_are_known() -> N
 
 
 @pytest.mark.parametrize(
-    "option", [{"clip": "x"}, {"second_moment": "foo"}, {"matrix_rule": "3d"}, {"ns_dtype": "int"}]
-)
+    "option",
+    [
+        {"clip": "x"}, {"second_moment": "foo"}, {"matrix_rule": "3d"}, {"ns_dtype": "int"},
+        {"state_dtype": torch.bfloat16}, {"max_grad_norm": 0.0},
+    ],
+)  # fmt: skip
 def test_a_word_that_a_group_is_given_later_is_checked(option: dict) -> None:
     optimizer, p = stepped()
     optimizer.param_groups[0].update(option)
@@ -471,3 +475,78 @@ def test_dtypes_by_name_or_as_torch_has_them() -> None:
     assert own.param_groups[0]["state_dtype"] == {"exp_avg": "bfloat16"}
     with pytest.raises(ValueError, match="Invalid state_dtype"):
         MARS([p], state_dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"mars_type": "mars-m"}, {"mars_type": "mars-adamw"}),
+        ({"mars_type": "mars-lion"}, {"mars_type": "plain-adamw"}),
+        ({"mars_type": "mars-m", "matrix_rule": "flatten"}, {"matrix_rule": "2d"}),
+    ],
+)
+def test_a_rule_that_needs_another_moment_cannot_begin_in_mid_run(
+    before: dict, after: dict
+) -> None:
+    """It would begin at zero beside a count that is far: a step of hundreds of times lr."""
+    optimizer, p = stepped((4, 3, 2, 2) if "matrix_rule" in after else (4, 3), steps=3, **before)
+    kept = copy.deepcopy(optimizer.state[p])
+    optimizer.param_groups[0].update(after)
+    with pytest.raises(RuntimeError, match="exp_avg_sq cannot begin in mid-run: mars_type or"):
+        optimizer.step()
+    assert kept.keys() == optimizer.state[p].keys()
+    assert all(torch.equal(kept[name], value) for name, value in optimizer.state[p].items())
+
+
+@pytest.mark.parametrize("others", [{"state_dtype": None}, {"state_dtype": "bfloat16"}])
+def test_codes_of_8_bits_are_not_taken_for_numbers(others: dict) -> None:
+    saved = stepped(steps=2, state_dtype="8bit")[0].state_dict()
+    saved["param_groups"][0].update(others)
+    with pytest.raises(ValueError, match=r"exp_avg is saved in torch\.uint8"):
+        MARS([nn.Parameter(torch.zeros(4, 3))]).load_state_dict(saved)
+    exact = stepped(steps=2, state_dtype={"last_grad": "8bit"})[0].state_dict()
+    exact["param_groups"][0] |= {"is_approx": False, "state_dtype": None}
+    with pytest.raises(ValueError, match=r"last_grad is saved in torch\.uint8"):
+        MARS([nn.Parameter(torch.zeros(4, 3))]).load_state_dict(exact)
+
+
+@pytest.mark.parametrize("first", [{"clip": "tensor"}, {"clip": None}], ids=str)
+def test_a_step_that_one_group_refuses_changes_no_other(first: dict) -> None:
+    begun = {"clip": None if first["clip"] else "tensor"}
+    a, b = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    optimizer = MARS([{"params": [a], **begun}, {"params": [b]}], mars_type="mars-lion")
+    a.grad, b.grad = torch.ones(4, 4), torch.ones(4, 4)
+    optimizer.step()
+    kept = copy.deepcopy(optimizer.state[a])
+    optimizer.param_groups[0].update(first)
+    optimizer.param_groups[1]["state_dtype"] = "bfloat16"
+    with pytest.raises(RuntimeError, match=r"exp_avg is kept in torch\.float32"):
+        optimizer.step()
+    assert kept.keys() == optimizer.state[a].keys()
+    assert all(torch.equal(kept[name], value) for name, value in optimizer.state[a].items())
+
+
+def test_an_empty_parameter_is_saved_after_an_option_was_switched_on() -> None:
+    optimizer, p = stepped((3, 0))
+    optimizer.param_groups[0]["amsgrad"] = True
+    MARS([p]).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("options", [{"lr": 1e-2}, {"gamma": 0.1}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_without_dimensions_and_an_option_that_is_a_tensor(
+    options: dict, dtype: torch.dtype
+) -> None:
+    """0-d times 0-d takes the wider dtype, which no other shape would."""
+    tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in options.items()}
+    ends = []
+    for given in (options, tensors):
+        p = nn.Parameter(torch.tensor(1.0, dtype=dtype))
+        optimizer = MARS([p], optimize_1d=True, foreach=False, **given)
+        for g in (0.5, -0.25):
+            p.grad = torch.tensor(g, dtype=dtype)
+            optimizer.step()
+        assert p.dtype == dtype
+        assert optimizer.state[p]["exp_avg"].dtype == torch.float32
+        ends.append(p.detach())
+    torch.testing.assert_close(*ends)

@@ -18,6 +18,7 @@ from mars.dispatch import (
     engine_for,
     new_batch,
     one_launch,
+    set_numbers,
     shares_norm,
     steps_now,
 )
@@ -76,7 +77,7 @@ def collect(optimizer: MARS, plan: Plan | None) -> tuple[Plan | None, list[tuple
     pairs = _stepped(optimizer)
     shared = any(shares_norm(g, p) for g, p in pairs)
     if fused and shared and not (len(fused) == len(found) and one_launch(pairs)):
-        found, _ = _batches(optimizer, may_fuse=False)
+        found = [_unfused(optimizer, *pair) for pair in found]
     elif fused:
         lists = [own for (_, name), own in zip(found, members, strict=True) if name == "fused"]
         made = Plan(optimizer, fused, lists)
@@ -120,6 +121,15 @@ def _batches(optimizer: MARS, may_fuse: bool) -> tuple[list[tuple[Batch, str]], 
     for batch, _ in batches:
         batch.view_complex_as_real()
     return batches, members
+
+
+def _unfused(optimizer: MARS, batch: Batch, name: str) -> tuple[Batch, str]:
+    """A batch for another engine. (To collect anew would find the state begun.)"""
+    if name != "fused":
+        return batch, name
+    group = optimizer.param_groups[batch.group]
+    set_numbers(batch, group, batch.x[0], fused=False)
+    return batch, "foreach" if _shared(optimizer, batch) else engine_for(group, batch.x)
 
 
 def step_batches(optimizer: MARS, batches: list[tuple[Batch, str]]) -> None:

@@ -100,7 +100,8 @@ class ParamGroups(list[dict[str, Any]]):
                 rate = group.get("lr_1d", "lr_1d") if adamw else group.get("lr", "default")
                 if rate == "lr_1d" and "lr" in group and kind != group["mars_type"]:
                     rate = f"lr_1d × {group['lr']}/lr"  # it moves with lr
-                decay = "weight_decay" if kind == group["mars_type"] else "weight_decay_1d"
+                vectors = adamw and kind != group["mars_type"]
+                decay = "weight_decay_1d" if vectors else "weight_decay"
                 unsaid = "weight_decay_1d" if adamw else "default"
                 rows.append((
                     name, str(tuple(p.shape)), f"{p.numel():,}", str(group["name"]), kind,

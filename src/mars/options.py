@@ -158,14 +158,18 @@ def check_values(options: Mapping[str, Any]) -> None:
     _check_together(options)
 
 
-# Options that are words: no engine would notice a wrong one in a group.
-WORDS = ("mars_type", "clip", "second_moment", "matrix_rule", "ns_coefficients", "ns_dtype")
+# Options of which no engine would notice a wrong one in a group.
+CHOICES = (
+    "mars_type", "clip", "second_moment", "matrix_rule", "ns_coefficients", "ns_dtype",
+    "state_dtype", "max_grad_norm",
+)  # fmt: skip
 
 
 def check_choices(group: Mapping[str, Any]) -> None:
-    """Refuse a wrong word in a group that has been changed since it was checked."""
-    for name in WORDS:
+    """Refuse a wrong choice in a group that has been changed since it was checked."""
+    for name in CHOICES:
         _check_value(name, group[name])
+    _check_together(group)
 
 
 def _check_value(name: str, value: Any) -> None:

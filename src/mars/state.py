@@ -93,17 +93,35 @@ def check_gradient(p: Tensor, group: Mapping[str, Any]) -> None:
         )
 
 
-def complete(own: dict[str, Any], p: Tensor, names: Mapping[str, torch.dtype]) -> None:
-    """Make the buffers that are missing."""
+def check_state(own: Mapping[str, Any], p: Tensor, names: Mapping[str, torch.dtype]) -> None:
+    """Refuse a step that cannot go on from this state, before anything is changed."""
     for name, dtype in names.items():
-        if name not in own:
-            own[name] = _new_buffer(name, dtype, p)
-        elif own[name].dtype != dtype:
+        held = own.get(name)
+        if held is not None and held.dtype != dtype:
             raise RuntimeError(
-                f"{name} is kept in {own[name].dtype}, and {dtype} is needed now: set "
+                f"{name} is kept in {held.dtype}, and {dtype} is needed now: set "
                 "state_dtype and is_approx before the first step, and leave the parameter's dtype "
                 "what it was"
             )
+        if held is None and name == "exp_avg_sq" and "exp_avg" in own:
+            raise RuntimeError(
+                "exp_avg_sq cannot begin in mid-run: mars_type or matrix_rule was changed after "
+                "the first step of this parameter; make a new optimizer for it"
+            )
+        lean = dtype in (torch.uint8, torch.bfloat16) and dtype != p.dtype
+        if held is None and lean and (type(p.data) is not Tensor or p.is_complex()):
+            raise RuntimeError(
+                f"state_dtype: {name} of a {type(p.data).__name__} of {p.dtype} cannot be kept in "
+                "fewer bits; use state_dtype=None for it"
+            )
+
+
+def complete(own: dict[str, Any], p: Tensor, names: Mapping[str, torch.dtype]) -> None:
+    """Make the buffers that are missing."""
+    check_state(own, p, names)
+    for name, dtype in names.items():
+        if name not in own:
+            own[name] = _new_buffer(name, dtype, p)
 
 
 def begins_late(own: Mapping[str, Any], names: Mapping[str, torch.dtype]) -> bool:
@@ -121,7 +139,7 @@ def mark_late(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     for p, own, group in _matched(optimizer, saved):
         missing = LATER & buffers(kind_of(p, group), p, group).keys() - own.keys()
         if missing and "step" in own:
-            mark = torch.empty(0, dtype=p.dtype, device=p.device)
+            mark = torch.empty(0, dtype=p.dtype, device=p.device) if p.numel() else p.detach()
             saved["state"][places[id(own)]] = {**own, **dict.fromkeys(missing, mark)}
     return saved
 
@@ -158,14 +176,8 @@ def straighten(own: dict[str, Any], p: Tensor) -> None:
 
 
 def _new_buffer(name: str, dtype: torch.dtype, p: Tensor) -> Tensor:
-    if dtype in (torch.uint8, torch.bfloat16) and dtype != p.dtype:
-        if type(p.data) is not Tensor or p.is_complex():
-            raise RuntimeError(
-                f"state_dtype: {name} of a {type(p.data).__name__} of {p.dtype} cannot be kept in "
-                "fewer bits; use state_dtype=None for it"
-            )
-        if name in EXPONENT.values():
-            return torch.zeros(-(-p.numel() // GROUP), dtype=dtype, device=p.device)
+    if name in EXPONENT.values():
+        return torch.zeros(-(-p.numel() // GROUP), dtype=dtype, device=p.device)
     return torch.zeros_like(p, dtype=dtype)
 
 
@@ -303,7 +315,8 @@ def _check_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
 
 def _check_buffers(who: str, p: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
     optional = set(LOW_HALF.values())  # absent where the state comes from a float32 run
-    required = {"step", *buffers(kind_of(p, group), p, group)} - optional
+    wanted = buffers(kind_of(p, group), p, group)
+    required = {"step", *wanted} - optional
     if set(saved) == {"previous_grad"}:
         required = set()  # exact mode, saved between update_previous_grad and the first step
     missing = sorted(required - set(saved))
@@ -321,6 +334,11 @@ def _check_buffers(who: str, p: Tensor, saved: Mapping[str, Any], group: Mapping
                 raise ValueError(f"state of {who}: step has {value.numel()} elements, not one")
         elif name in required and not isinstance(value, Tensor):
             raise ValueError(f"state of {who}: {name} is {value!r}, not a tensor")
+        elif name in wanted and (value.dtype == torch.uint8) != (wanted[name] == torch.uint8):
+            raise ValueError(
+                f"state of {who}: {name} is saved in {value.dtype}, and {wanted[name]} would be "
+                "needed: load it with the state_dtype and is_approx that it was saved with"
+            )
         elif isinstance(value, Tensor) and name in EXPONENT.values():
             if value.numel() != -(-p.numel() // GROUP):
                 raise ValueError(

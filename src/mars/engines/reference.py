@@ -29,13 +29,19 @@ def step(batch: Batch, length: Tensor | None) -> None:
         if torch.is_grad_enabled():  # differentiable: backward needs what is overwritten below
             wide = wide.clone()
             start = Moments._make(s if s is None else s.clone() for s in state)
+        now, last = g.to(wide.dtype), None if h is None else h.to(wide.dtype)
+        if not x.ndim:  # 0-d with an option that is a 0-d tensor would take that one's dtype
+            wide, now = wide.reshape(1), now.reshape(1)
+            last = None if last is None else last.reshape(1)
+            start = Moments._make(None if s is None else s.reshape(1) for s in start)
         wide, new = update(
-            batch.kind, wide, g.to(wide.dtype), None if h is None else h.to(wide.dtype),
-            start, t, batch.k, length[i] if length is not None and length.ndim else length,
+            batch.kind, wide, now, last, start, t, batch.k,
+            length[i] if length is not None and length.ndim else length,
         )  # fmt: skip
+        wide = wide.reshape(x.shape)
         for old, value in zip(state, new, strict=True):
             if old is not None and value is not None:
-                old.copy_(value)
+                old.copy_(value.reshape(old.shape))
         if low is None:
             x.copy_(wide)
         else:

@@ -69,20 +69,23 @@ def store_state(
     address, exponents, start, offsets, limit, value, t, VECTOR: tl.constexpr, FORM: tl.constexpr,
     FLOAT: tl.constexpr, SIGNED: tl.constexpr, SALT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write a buffer of the state in its format."""
+    """Write a buffer of the state in its format; returns what a lean one holds, as float32."""
     if FORM == lean.PLAIN:
         store(pointer(address, FLOAT) + start, offsets, value.to(FLOAT), limit, VECTOR)
+        return value
     else:
         bits = lean.random_bits(start + offsets, t, SALT)
         if FORM == lean.BFLOAT16:
             rounded = lean.to_bfloat16(value, bits)
             store(pointer(address, tl.bfloat16) + start, offsets, rounded, limit, VECTOR)
+            return rounded.to(tl.float32)
         else:
             code, top = lean.encode(value, bits, SIGNED, BLOCK)
             store(pointer(address, tl.uint8) + start, offsets, code, limit, VECTOR)
             i = tl.arange(0, BLOCK // lean.GROUP)
             at = pointer(exponents, tl.uint8) + start // lean.GROUP
             tl.store(at + i, top, mask=i * lean.GROUP < limit)
+            return lean.value(code, lean.of_groups(top.to(tl.int32), BLOCK), SIGNED)
 
 
 @triton.jit

@@ -185,13 +185,14 @@ def _update(
             m = keep1 * m + weight1 * (c - mix * c)
         else:
             m = keep1 * m + weight1 * c
-        store_state(
+        held = store_state(
             m_at, m_exp, begin, offsets, limit, m, t, VECTOR, M_FORM, tl.float32, True, 1, BLOCK
         )
         if at.MIXED & ANY:
             m += mix * c
-        if x_held < 2:
-            squares += m * m
+            held += mix * c
+        if x_held < 2:  # the norm of what Newton–Schulz will read
+            squares += held * held
         if x_held > 0:
             if matrix == 0:
                 u = m

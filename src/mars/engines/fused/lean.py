@@ -55,13 +55,19 @@ def value(code, top, SIGNED: tl.constexpr):
 
 
 @triton.jit
+def of_groups(top, BLOCK: tl.constexpr):
+    """The exponents of groups, for each element."""
+    groups: tl.constexpr = BLOCK // GROUP
+    return tl.reshape(tl.broadcast_to(top[:, None], (groups, GROUP)), (BLOCK,))
+
+
+@triton.jit
 def decode(code, exponents, n, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """8-bit codes and the address of their groups' exponents, as float32."""
     groups: tl.constexpr = BLOCK // GROUP
     i = tl.arange(0, groups)
     top = tl.load(exponents + i, mask=i * GROUP < n, other=32).to(tl.int32)
-    top = tl.reshape(tl.broadcast_to(top[:, None], (groups, GROUP)), (BLOCK,))
-    return value(code, top, SIGNED)
+    return value(code, of_groups(top, BLOCK), SIGNED)
 
 
 @triton.jit
@@ -73,7 +79,7 @@ def encode(x, bits, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
     whole = size.to(tl.int32, bitcast=True)
     top = tl.max(tl.reshape(whole >> 23, (groups, GROUP)), axis=1)
     top = tl.maximum(top, slots + 2)
-    wide = tl.reshape(tl.broadcast_to(top[:, None], (groups, GROUP)), (BLOCK,))
+    wide = of_groups(top, BLOCK)
     low = wide - slots
     noise = (bits >> 12).to(tl.int32)
     normal = ((whole + noise) >> 20) - (low << 3)
