@@ -340,22 +340,14 @@ class MARS(Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def _check_gradients(self) -> None:
-        compiling = torch.compiler.is_compiling()
         for group in self.param_groups:
-            if not compiling:
-                options.check_choices(group)
-            needed: dict[Any, dict[str, torch.dtype]] = {}
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state.check_gradient(p, group)
-                layout_of(p, group)  # refuses what cannot be
-                if compiling:
-                    continue
-                key = state.kind_of(p, group), p.dtype
-                if key not in needed:
-                    needed[key] = state.buffers(key[0], p, group)
-                state.check_state(self.state.get(p, {}), p, needed[key])
+                if p.grad is not None:
+                    state.check_gradient(p, group)
+                    layout_of(p, group)  # refuses what cannot be
+            if not torch.compiler.is_compiling():
+                options.check_choices(group)
+                state.check_group(group, self.state)
 
     def _new_step(self, p: Tensor, group: Group, value: float = 0.0, fused: bool = False) -> Tensor:
         on_device = group["capturable"] or group["fused"] or fused

@@ -116,6 +116,17 @@ def check_state(own: Mapping[str, Any], p: Tensor, names: Mapping[str, torch.dty
             )
 
 
+def check_group(group: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]) -> None:
+    """`check_state` for all that this step will touch."""
+    needed: dict[Any, dict[str, torch.dtype]] = {}
+    for p in group["params"]:
+        if p.grad is not None:
+            key = kind_of(p, group), p.dtype
+            if key not in needed:
+                needed[key] = buffers(key[0], p, group)
+            check_state(states.get(p, {}), p, needed[key])
+
+
 def complete(own: dict[str, Any], p: Tensor, names: Mapping[str, torch.dtype]) -> None:
     """Make the buffers that are missing."""
     check_state(own, p, names)

@@ -83,7 +83,7 @@ def test_what_is_asked_for_counts_even_where_it_equals_the_recipes_value() -> No
         ("gpt-tiny", ["--optimizers", "adamw", "muon@0.5", "--loop.steps", "50"],
          "! the rates of adamw were tuned with 10 times more tokens; "),
         ("gpt-50m", ["--optimizers", "adamw", "muon"], None),
-        ("gpt-50m", ["--optimizers", "adamw", "lion", "--loop.steps", "2700"],
+        ("gpt-50m", ["--optimizers", "adamw", "adopt", "--loop.steps", "2700"],
          "! the rates of adamw were tuned with 3.0 times fewer tokens; "),
         ("digits-cnn", ["--loop.epochs", "100"],
          "! the rates were tuned with 5.0 times fewer images; "),

@@ -108,8 +108,12 @@ def test_a_search_begins_with_what_was_measured_then_with_the_recipe(
     assert config["optimizer"]["lr_1d"] == 0.016
     said = capsys.readouterr()
     assert said.err.count("first: ") == 1
-    assert "first: recommended, then the recipe's own settings: lr 0.032: best of 4" in said.err
-    assert "75 times more tokens (docs/results/tiny-optimizers/results.jsonl, Muon)" in said.err
+    first = (
+        "first: recommended, then the recipe's own settings: lr 0.032, lr_1d / lr 2.0: best of 4"
+    )
+    assert first in said.err
+    source = "docs/results/tiny-scale/results.jsonl, Muon, lr_1d = 2 lr"
+    assert f"75 times more tokens ({source})" in said.err
     rows = [line for line in said.out.splitlines() if "the recipe's own" in line]
     assert len(rows) == 1
     assert rows[0].startswith("1 ")

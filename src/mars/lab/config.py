@@ -121,8 +121,7 @@ class Optimizer:
     max_grad_norm: float | None = 1.0
     """Clip the gradient of the whole model to this norm, for every optimizer alike."""
     options: dict[str, str] = field(default_factory=dict)
-    """More arguments of the constructor, as pairs: --optimizer.options ns_steps 6 clip global.
-    Added to those of the recipe, which --dry-run shows."""
+    """More arguments of the constructor, added to the recipe's: --optimizer.options ns_steps 6"""
 
 
 @dataclass(frozen=True, kw_only=True)

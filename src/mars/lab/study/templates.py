@@ -201,6 +201,7 @@ def scale(name: str, base: Base, lr: float, original: float, what: str, by: floa
     muon_faster, mars_m_faster = (
         varied(arm, "lr_1d = 2 lr", lr=1.0, lr_1d=2.0) for arm in (muon, mars_m)
     )
+    original_faster = muon_original(original, lr_1d=1.0)
     shampoo_faster = varied(shampoo, "lr_1d = lr", lr=1.0, lr_1d=1.0)
     # MARS-AdamW trains tables at lr, and with γ = 0 it is AdamW: vectors keep their half of lr.
     tables = varied(shampoo, "tables at lr", options=_tables(0.0))
@@ -217,7 +218,7 @@ def scale(name: str, base: Base, lr: float, original: float, what: str, by: floa
             muon,
             muon_faster,
             muon_original(original),
-            muon_original(original, lr_1d=1.0),
+            original_faster,
             mars_m,
             mars_m_faster,
             shampoo,
@@ -231,6 +232,8 @@ def scale(name: str, base: Base, lr: float, original: float, what: str, by: floa
             within(mars_m.label, muon.label, by),
             within(mars_m_faster.label, muon_faster.label, by),
             within(shampoo.label, ORIGINAL, by),
+            within(original_faster.label, ORIGINAL, by),
+            within(shampoo_faster.label, shampoo.label, by),
             lower(tables.label, shampoo.label),
             lower(corrected.label, tables.label),
             lower(corrected.label, muon_faster.label, 0.01),
