@@ -97,23 +97,29 @@ def check_state(own: Mapping[str, Any], p: Tensor, names: Mapping[str, torch.dty
     """Refuse a step that cannot go on from this state, before anything is changed."""
     for name, dtype in names.items():
         held = own.get(name)
-        if held is not None and held.dtype != dtype:
+        if held is None:
+            _check_new(name, dtype, own, p)
+        elif held.dtype != dtype:
             raise RuntimeError(
                 f"{name} is kept in {held.dtype}, and {dtype} is needed now: set "
                 "state_dtype and is_approx before the first step, and leave the parameter's dtype "
                 "what it was"
             )
-        if held is None and name == "exp_avg_sq" and "exp_avg" in own:
-            raise RuntimeError(
-                "exp_avg_sq cannot begin in mid-run: mars_type or matrix_rule was changed after "
-                "the first step of this parameter; make a new optimizer for it"
-            )
-        lean = dtype in (torch.uint8, torch.bfloat16) and dtype != p.dtype
-        if held is None and lean and (type(p.data) is not Tensor or p.is_complex()):
-            raise RuntimeError(
-                f"state_dtype: {name} of a {type(p.data).__name__} of {p.dtype} cannot be kept in "
-                "fewer bits; use state_dtype=None for it"
-            )
+
+
+def _check_new(name: str, dtype: torch.dtype, own: Mapping[str, Any], p: Tensor) -> None:
+    """Refuse a buffer that cannot begin now, or not in this dtype."""
+    if name == "exp_avg_sq" and "exp_avg" in own:
+        raise RuntimeError(
+            "exp_avg_sq cannot begin in mid-run: mars_type or matrix_rule was changed after "
+            "the first step of this parameter; make a new optimizer for it"
+        )
+    lean = dtype in (torch.uint8, torch.bfloat16) and dtype != p.dtype
+    if lean and (type(p.data) is not Tensor or p.is_complex()):
+        raise RuntimeError(
+            f"state_dtype: {name} of a {type(p.data).__name__} of {p.dtype} cannot be kept in "
+            "fewer bits; use state_dtype=None for it"
+        )
 
 
 def check_group(group: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]) -> None:
