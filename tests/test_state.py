@@ -526,10 +526,29 @@ def test_a_step_that_one_group_refuses_changes_no_other(first: dict) -> None:
     assert all(torch.equal(kept[name], value) for name, value in optimizer.state[a].items())
 
 
-def test_an_empty_parameter_is_saved_after_an_option_was_switched_on() -> None:
-    optimizer, p = stepped((3, 0))
-    optimizer.param_groups[0]["amsgrad"] = True
-    MARS([p]).load_state_dict(optimizer.state_dict())
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"amsgrad": True}),
+        ({"mars_type": "mars-lion", "clip": None, "state_dtype": "8bit"}, {"clip": "tensor"}),
+    ],
+)
+def test_an_empty_parameter_is_saved_after_an_option_was_switched_on(
+    before: dict, after: dict
+) -> None:
+    optimizer, p = stepped((3, 0), **before)
+    optimizer.param_groups[0].update(after)
+    again = MARS([p])
+    again.load_state_dict(optimizer.state_dict())
+    again.step()
+
+
+def test_a_low_half_that_is_no_tensor_is_named() -> None:
+    optimizer, p = stepped(dtype=torch.bfloat16)
+    saved = optimizer.state_dict()
+    saved["state"][0][LOW_HALF[torch.bfloat16]] = 3
+    with pytest.raises(ValueError, match="param_low_bf16 is 3, not a tensor"):
+        MARS([p]).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("options", [{"lr": 1e-2}, {"gamma": 0.1}], ids=str)

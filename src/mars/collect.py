@@ -99,9 +99,7 @@ def _batches(optimizer: MARS, may_fuse: bool) -> tuple[list[tuple[Batch, str]], 
         optimizer._init_group(group, may_fuse, kinds, fused, begins, layouts, *columns)
         x, t = columns[0], columns[2]
         split: dict[Any, int] = {}
-        other = engine_for(group, x)
-        if other == "cpu" and torch.is_grad_enabled():  # another group is differentiable
-            other = "reference"
+        other = _other_engine(group, x)
         for i, kind in enumerate(kinds):
             spread = layouts[i] is not None
             late = begins[i] and not torch.compiler.is_compiling()  # a graph would stay without γ
@@ -129,7 +127,14 @@ def _unfused(optimizer: MARS, batch: Batch, name: str) -> tuple[Batch, str]:
         return batch, name
     group = optimizer.param_groups[batch.group]
     set_numbers(batch, group, batch.x[0], fused=False)
-    return batch, "foreach" if _shared(optimizer, batch) else engine_for(group, batch.x)
+    return batch, "foreach" if _shared(optimizer, batch) else _other_engine(group, batch.x)
+
+
+def _other_engine(group: dict[str, Any], x: list[Tensor]) -> str:
+    """What steps these tensors of a group where fused does not."""
+    name = engine_for(group, x)
+    differentiable = torch.is_grad_enabled()  # some group is
+    return "reference" if name == "cpu" and differentiable else name
 
 
 def step_batches(optimizer: MARS, batches: list[tuple[Batch, str]]) -> None:

@@ -97,10 +97,10 @@ class ParamGroups(list[dict[str, Any]]):
             for name, p in group["params"]:
                 kind = kind_of(p, group)
                 adamw = not KINDS[kind].corrected
-                rate = group.get("lr_1d", "lr_1d") if adamw else group.get("lr", "default")
-                if rate == "lr_1d" and "lr" in group and kind != group["mars_type"]:
-                    rate = f"lr_1d × {group['lr']}/lr"  # it moves with lr
                 vectors = adamw and kind != group["mars_type"]
+                rate = group.get("lr_1d", "lr_1d") if adamw else group.get("lr", "default")
+                if rate == "lr_1d" and "lr" in group and vectors:
+                    rate = f"lr_1d × {group['lr']}/lr"  # it moves with lr
                 decay = "weight_decay_1d" if vectors else "weight_decay"
                 unsaid = "weight_decay_1d" if adamw else "default"
                 rows.append((

@@ -154,10 +154,13 @@ def mark_late(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """A state dict in which buffers that a next step will begin with are told from lost ones."""
     places = {id(own): index for index, own in saved["state"].items()}
     for p, own, group in _matched(optimizer, saved):
-        missing = LATER & buffers(kind_of(p, group), p, group).keys() - own.keys()
+        wanted = buffers(kind_of(p, group), p, group)
+        missing = LATER & wanted.keys() - own.keys()
         if missing and "step" in own:
-            mark = torch.empty(0, dtype=p.dtype, device=p.device) if p.numel() else p.detach()
-            saved["state"][places[id(own)]] = {**own, **dict.fromkeys(missing, mark)}
+            mark = torch.empty(0, dtype=p.dtype, device=p.device)
+            # Of an empty parameter a mark could not be told from the buffer: so it is the buffer.
+            made = {n: mark if p.numel() else _new_buffer(n, wanted[n], p) for n in missing}
+            saved["state"][places[id(own)]] = {**own, **made}
     return saved
 
 
@@ -349,7 +352,7 @@ def _check_buffers(who: str, p: Tensor, saved: Mapping[str, Any], group: Mapping
         if name == "step":
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"state of {who}: step has {value.numel()} elements, not one")
-        elif name in required and not isinstance(value, Tensor):
+        elif name in wanted and not isinstance(value, Tensor):
             raise ValueError(f"state of {who}: {name} is {value!r}, not a tensor")
         elif name in wanted and (value.dtype == torch.uint8) != (wanted[name] == torch.uint8):
             raise ValueError(
