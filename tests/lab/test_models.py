@@ -228,6 +228,21 @@ def test_compiles_without_a_break(whole: bool) -> None:
     assert list(model.state_dict()) == list(GPT(Config(n_layer=3)).state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_blocks_that_scale_attention_each_their_own_way_are_compiled_once() -> None:
+    config = Config(n_layer=10, scale_attn_by_inverse_layer_idx=True)  # torch gives up after 8
+    model, plain = GPT(config), GPT(config)
+    graphs = CompileCounterWithBackend("aot_eager")
+    model.compile(backend=graphs, dynamic=False)
+    tokens, targets = batch()
+    for each in (model, plain):
+        each(tokens, targets).backward()
+    # As above, but a block is two: before its attention, and after.
+    assert graphs.frame_count == 5
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-7)
+
+
 def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(LabError, match=r"n_embd=16.*n_head=3"):
         GPT(Config(n_head=3))

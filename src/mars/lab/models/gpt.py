@@ -61,7 +61,8 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.dropout = config.n_head, config.dropout
         self.scale = math.sqrt(config.n_head / config.n_embd)
-        if getattr(config, "scale_attn_by_inverse_layer_idx", False):
+        self.own_scale = getattr(config, "scale_attn_by_inverse_layer_idx", False)
+        if self.own_scale:
             self.scale /= index + 1
         self.c_attn = _linear(config.n_embd, 3 * config.n_embd, config.bias)
         self.c_proj = _linear(config.n_embd, config.n_embd, config.bias)
@@ -78,6 +79,15 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
         )  # fmt: skip
         return linear(y_BHTE.transpose(1, 2).flatten(2), self.c_proj)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled(attention: Attention, x_BTD: Tensor) -> Tensor:
+    """To the compiler a scale is a constant: it would compile every block anew, and after eight
+    give up on the others. All that is in here is kernels that it could only call as well.
+    """
+    y_BTD: Tensor = attention(x_BTD)
+    return y_BTD
 
 
 class MLP(nn.Module):
@@ -108,7 +118,7 @@ class Block(nn.Module):
         drops = self.training and self.dropout > 0
         norm = plain_add_norm if drops else add_norm
         x_BTD, h_BTD = norm(x_BTD, y_BTD, self.ln_1)
-        y_BTD = self.attn(h_BTD)
+        y_BTD = _uncompiled(self.attn, h_BTD) if self.attn.own_scale else self.attn(h_BTD)
         if drops:
             y_BTD = F.dropout(y_BTD, self.dropout)
         x_BTD, h_BTD = norm(x_BTD, y_BTD, self.ln_2)
