@@ -96,14 +96,19 @@ def of_study(study: Study, results: Sequence[Result], source: str) -> Iterator[S
 
 
 def collect(root: Path) -> list[Setting]:
-    """Every entry there is, small models first."""
+    """Every entry there is, small models first; runs that a study took from another, once."""
     found: list[Setting] = []
     for path in sorted((root / FILE.parent / "rates").glob("*.json")):
         found += of_grid(path, path.relative_to(root).as_posix())
     for path in sorted((root / "docs/results").glob("*/results.jsonl")):
         study, results = questions.find(path.parent.name), Results(path.parent).read()
         fingerprint.check(study, results, path.parent)
-        found += of_study(study, results, path.relative_to(root).as_posix())
+        every = {(str(s.optimizer), s.recipe, s.seen, s.batch, s.loss) for s in found}
+        found += [
+            s
+            for s in of_study(study, results, path.relative_to(root).as_posix())
+            if (str(s.optimizer), s.recipe, s.seen, s.batch, s.loss) not in every
+        ]
     return sorted(found, key=lambda s: (s.unit != "tokens", s.parameters, s.seen, s.source))
 
 

@@ -165,11 +165,16 @@ def test_sentences_on_the_study_are_those_of_its_runs() -> None:
     assert f"MARS-AdamW is {sum(ours) / len(ours):.3f} below AdamW" in readme
     assert len(ours) == 3
     assert min(ours) > 0
+    published = below("MARS-AdamW (.95, .99)", "AdamW")
+    assert f"it is {-sum(published) / 3:.3f} above on average" in readme
+    assert max(published) < 0
+    assert f"MARS-Lion is {sum(below('MARS-Lion', 'Lion')) / 3:.2f} below Lion" in readme
     shampoo = {base: below("MARS-Shampoo", base) for base in ("AdamW", "Muon")}
-    assert f"MARS-Shampoo by {sum(shampoo['AdamW']) / 3:.2f}, Muon by {sum(muon) / 3:.2f}" in readme
+    told = [sum(by) / 3 for by in (shampoo["AdamW"], below("SOAP", "AdamW"), muon)]
+    assert "MARS-Shampoo by {:.2f}, SOAP by {:.2f}, Muon by {:.2f}".format(*told) in readme
     assert f"MARS-Shampoo is {sum(shampoo['Muon']) / 3:.3f} below Muon" in readme
-    (original,) = best["Muon, original scale"].values()
-    assert f"({original:.3f}, one seed so far)" in readme
+    original = best["Muon, original scale"].values()
+    assert f"within 0.01 of it ({sum(original) / 3:.3f}), resolved" in readme
     lost = [
         found[label].losses[2 * found[label].best][0] - best[label][0]
         for label in ("MARS-AdamW (.9, .95)", "AdamW")
@@ -181,6 +186,20 @@ def test_sentences_on_the_study_are_those_of_its_runs() -> None:
         f"{of_m[0]:.3f} and {of_m[1]:.3f} below it on two seeds, {-of_m[2]:.3f} above on the third"
     )
     assert told in results
+
+
+def test_sentences_on_its_times_are_those_of_its_verdict() -> None:
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    verdict = (ROOT / "docs/results/optimizers-50m/verdict.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")] for line in verdict.splitlines()]
+    head = next(row for row in rows if "best rate" in row)
+    time, step = head.index("time"), head.index("step")
+    of = {row[1]: row for row in rows if len(row) == len(head)}
+    shares = [of[name][time].replace("%", " %") for name in ("MARS-Shampoo", "Muon", "SOAP")]
+    told = "MARS-Shampoo is where AdamW ends after {} of its time, Muon after {}; SOAP after {}"
+    assert told.format(*shares) in readme
+    soap, adamw = (float(of[name][step].removesuffix(" ms")) for name in ("SOAP", "AdamW"))
+    assert f"its steps take {soap / adamw:.1f} times as long" in readme
 
 
 def test_sentences_on_the_scale_are_those_of_its_verdict() -> None:

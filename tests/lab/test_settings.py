@@ -87,6 +87,14 @@ def test_every_entry_names_its_run() -> None:
             assert grid[s.unit] == s.seen
 
 
+def test_runs_that_two_studies_share_are_listed_once() -> None:
+    """scale-50m has four arms of optimizers-50m."""
+    found = [(str(s.optimizer), s.recipe, s.seen, s.loss) for s in script.collect(script.ROOT)]
+    shared = [own for own in found if "'mars-m'" in own[0] and own[1] == "gpt-50m"]
+    assert shared
+    assert len(set(shared)) == len(shared)
+
+
 def test_rewriting_is_asked_for_and_told(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main(["--check"], root) == 1
     assert "behind its results: src/mars/lab/recipes/settings.json" in capsys.readouterr().out
