@@ -6,9 +6,9 @@
 A cell is a size and an optimizer: a real training step of mars.lab's GPT on random tokens, beside
 AdamW's, in turns where both states fit the memory and one after the other where they do not. State
 and weights are kept in the first format that fits (cost_plan.py), and the row says which. What does
-not fit is a result; it says what the planner thinks it needs. The planner's prediction stands
-beside every figure, and alone where a model is too large to measure. After every cell the file is
-written.
+not fit is a result; it says what the planner thinks it needs. In the table the planner's prediction
+stands beside every figure, and alone where a model is too large to measure. After every cell the
+file is written.
 """
 
 from __future__ import annotations
@@ -42,11 +42,8 @@ from cost_plan import (
     micro_batch,
     model_of,
     needs,
-    predicted,
-    predicted_rows,
-    ratios,
 )  # fmt: skip
-from cost_table import compared, terminal
+from cost_table import terminal
 from torch import Tensor
 from train_speed import Candidate, passes_of
 
@@ -54,13 +51,16 @@ from mars.bench.measure import quick_release, release
 from mars.lab import hardware
 from mars.lab.config import Optimizer
 from mars.lab.errors import LabError
+from mars.lab.graphs import WARM, Graphs
+from mars.lab.loop import SHORT_PASS
 from mars.lab.models import GPT
 from mars.lab.optimizers import build, state_bytes
 from mars.lab.planner import predict, words
 from mars.lab.planner.steps import OPTIMIZERS
+from mars.lab.planner.validate import of_cost
 from mars.lab.rundir import write_atomically
 
-FORMAT = 1
+FORMAT = 2
 CLIP = 1.0
 
 
@@ -72,11 +72,18 @@ class Site:
         self.plan = model_of(size)
         self.micro = micro_batch(self.plan, place, args.batch)
         self.made: GPT | None = None
+        self.replayed: Graphs | None = None
         shape = (self.micro, self.plan.run.gpt.block_size)
         random = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.plan.run.gpt.vocab_size, (2, *shape), generator=random)
         inputs, targets = tokens.to(place.device)
         self.batch: tuple[Tensor, Tensor] = (inputs, targets)
+
+    @property
+    def graphs(self) -> bool:
+        """Are forward and backward replayed? As in training: where the host would be too slow."""
+        flops = self.plan.flops_per_token * self.batch[0].numel()
+        return self.place.device.type == "cuda" and flops <= SHORT_PASS
 
     def model(self, params: str) -> GPT:
         """The GPT with weights of a dtype, drawn where they are: on a CPU that takes minutes."""
@@ -94,7 +101,7 @@ class Site:
 
     def close(self) -> None:
         """Give back everything but the tokens."""
-        self.made = None
+        self.made = self.replayed = None
         torch.compiler.reset()
         release(self.place.device)
 
@@ -110,6 +117,8 @@ class Site:
             one.warm(self.batch)
             everyone.append(one)
         release(self.place.device)
+        if self.graphs:  # only now: what is replayed allocates nothing that could be measured
+            self._replay(everyone)
         with quick_release():
             for _ in range(self.args.rounds):
                 for one in everyone:
@@ -118,6 +127,19 @@ class Site:
             one.name: self._row(one, kept)
             for one, (_, kept) in zip(everyone, entrants, strict=True)
         }
+
+    def _replay(self, everyone: Sequence[Candidate]) -> None:
+        """Record the passes, which are the same for all that train these weights."""
+        passes = everyone[0].passes
+        if self.replayed is None:
+            model = self.model(str(next(everyone[0].model.parameters()).dtype)[6:])
+            self.replayed = Graphs(lambda *batch: passes(batch), model.parameters())
+            for _ in range(WARM + 1):
+                everyone[0].optimizer.zero_grad()
+                self.replayed(self.batch, True)
+        replayed = self.replayed
+        for one in everyone:
+            one.passes = lambda batch: replayed(batch, True)
 
     def _row(self, one: Candidate, kept: Kept) -> dict[str, Any]:
         speed = statistics.median(one.rates)
@@ -129,6 +151,7 @@ class Site:
             "step_ms": 1e3 * self.batch[0].numel() / speed,
             "optimizer_ms": 1e3 * statistics.median(one.optimizer_seconds),
             "mfu": speed * self.plan.flops_per_token / peak if peak else None,
+            "graphs": self.graphs,
             "peak_bytes": one.memory,
             "state_bytes": state_bytes(one.optimizer),
         }
@@ -136,8 +159,9 @@ class Site:
     def cell(self, name: str, base: Kept | None) -> dict[str, Any]:
         """The row of an optimizer; ``base`` is how AdamW is kept, None if it does not fit."""
         row = {
-            "size": self.size, "optimizer": name, "elements": self.plan.elements,
-            "micro_batch": self.micro, "tokens": self.batch[0].numel(),
+            "size": self.size, "model": SIZES[self.size], "optimizer": name,
+            "elements": self.plan.elements, "micro_batch": self.micro,
+            "tokens": self.batch[0].numel(),
         }  # fmt: skip
         for kept in fitting(self.plan, self.place, self.micro, name, DOUBT):
             measured = self._attempt(name, kept, base)
@@ -162,13 +186,8 @@ class Site:
         for group in groups:
             found |= self.race(group)
             release(self.place.device)
-        own, adamw = found[name], found.get("adamw")
-        guess = predicted(self.plan, self.place, self.micro, name, kept)
-        if not self.place.known:
-            guess = {"state_bytes": guess["state_bytes"]}
-        to_adamw = ratios(own, own if name == "adamw" else adamw, self.batch[0].numel())
-        more = {"in_turns": len(groups) == 1, "to_adamw": to_adamw, "predicted": guess}
-        return {**own, "adamw": adamw, **more}
+        adamw = None if name == "adamw" else found.get("adamw")
+        return {**found[name], "adamw": adamw, "in_turns": len(groups) == 1}
 
     def _together(self, entrants: Sequence[tuple[str, Kept]]) -> bool:
         """Do all of them fit the memory at once, and train weights of one dtype?"""
@@ -287,12 +306,11 @@ def main() -> None:
         args.compile = args.compile and place.device.type == "cuda"
         file = File(args.out, place, args)
         left = cells(file, args.sizes, place, args)
-        file.add(list(predicted_rows(place, args.batch)))
     except LabError as error:
         sys.exit(f"error: {error}")
     found = file.content()
     print(f"{found['device']}, torch {found['torch']}\n\n{terminal(found)}\n")
-    print("\n".join(words.error_summary(compared(found))))
+    print("\n".join(words.error_summary(list(of_cost(found)))))
     if left:
         print(f"{left} cells are left: the same command goes on")
 

@@ -107,54 +107,32 @@ def micro_batch(model: Model, place: Place, most: int) -> int:
     return micro
 
 
-def predicted(model: Model, place: Place, micro: int, name: str, kept: Kept) -> dict[str, Any]:
-    found = predict.predict(job_of(model, place.gpu, micro, kept), OPTIMIZERS[name])
-    return {
-        "optimizer_ms": 1e3 * found.optimizer_seconds,
-        "tokens_per_second": found.tokens_per_second,
-        "peak_bytes": found.memory.peak,
-        "state_bytes": found.memory.state,
-    }
+def ratios(own: dict[str, Any], base: dict[str, Any], tokens: int) -> dict[str, float]:
+    """Of an optimizer to AdamW; "accumulated" is the speed where gradients are added up first.
 
-
-def ratios(own: dict[str, Any], base: dict[str, Any] | None, tokens: int) -> dict[str, Any] | None:
-    """Of an optimizer to AdamW; "accumulated" is the speed where gradients are added up first."""
-    if base is None:
-        return None
+    There AdamW's passes count for both: they are the same, but for how warm the device is.
+    """
+    a_pass = tokens / base["tokens_per_second"] - base["optimizer_ms"] / 1e3
+    passes = a_pass * STEP_TOKENS / tokens
+    longer = (passes + base["optimizer_ms"] / 1e3) / (passes + own["optimizer_ms"] / 1e3)
     figures = ("tokens_per_second", "optimizer_ms")
-    accumulated = [_accumulated(of, tokens) for of in (own, base)]
-    return {
-        **{figure: own[figure] / base[figure] for figure in figures},
-        "accumulated": accumulated[0] / accumulated[1],
-    }
+    return {**{figure: own[figure] / base[figure] for figure in figures}, "accumulated": longer}
 
 
-def _accumulated(found: dict[str, Any], tokens: int) -> float:
-    """Tokens a second if a step had `STEP_TOKENS`: passes as measured, one optimizer's step."""
-    optimizer = found["optimizer_ms"] / 1e3
-    a_pass = tokens / found["tokens_per_second"] - optimizer
-    return STEP_TOKENS / (a_pass * STEP_TOKENS / tokens + optimizer)
-
-
-def predicted_rows(place: Place, most: int) -> Iterator[dict[str, Any]]:
-    """What is too large to be measured here, or to be waited for."""
+def planned_rows(gpu: Gpu, most: int) -> Iterator[dict[str, Any]]:
+    """What is too large to be measured, or to be waited for, as a row of its own kind."""
     for size in PREDICTED:
         model = model_of(size)
-        limited = Place(place.device, place.gpu, place.known, place.gpu.memory_bytes)
-        micro = micro_batch(model, limited, most)
-        base: dict[str, Any] | None = None
+        place = Place(torch.device("meta"), gpu, True, gpu.memory_bytes)
+        micro = micro_batch(model, place, most)
         for name in ENTRANTS:
             row = {
-                "size": size, "optimizer": name, "elements": model.elements, "micro_batch": micro,
-                "tokens": micro * model.run.gpt.block_size, "gpu": place.gpu.name,
+                "size": size, "model": SIZES[size], "optimizer": name, "elements": model.elements,
+                "micro_batch": micro, "tokens": micro * model.run.gpt.block_size,
             }  # fmt: skip
-            kept = next(iter(fitting(model, limited, micro, name)), None)
+            kept = next(iter(fitting(model, place, micro, name)), None)
             if kept is None:
-                least = needs(model, place.gpu, 1, name, forms(name)[-1])
+                least = needs(model, gpu, 1, name, forms(name)[-1])
                 yield {**row, "status": "does not fit", "needs_bytes": least}
-                continue
-            guess = predicted(model, place, micro, name, kept)
-            base = guess if name == "adamw" else base
-            to_adamw = ratios(guess, base, row["tokens"])
-            made = {**kept._asdict(), "to_adamw": to_adamw, "predicted": guess}
-            yield {**row, "status": "predicted", **made}
+            else:
+                yield {**row, "status": "predicted", **kept._asdict()}

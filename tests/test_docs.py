@@ -331,3 +331,32 @@ def test_the_walk_through_adds_a_preconditioner(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert passed, done.stdout
     assert int(passed[1]) >= 2 * 19 + 3
+
+
+def test_sentences_on_the_cost_are_those_of_its_file() -> None:
+    """README: MARS-AdamW and MARS-Lion to AdamW, 125M to 3B; matrix types at 512k tokens."""
+    import cost_plan
+
+    found = json.loads((ROOT / "docs/results/cost_h200.json").read_text())
+    every = {(row["size"], row["optimizer"]): row for row in found["rows"]}
+
+    def to_adamw(size: str, name: str) -> dict[str, float]:
+        row = every[size, name]
+        return cost_plan.ratios(row, row["adamw"], row["tokens"])
+
+    sizes = ("125M", "355M", "774M", "1.5B", "3B")
+    speeds = [
+        to_adamw(size, name)["tokens_per_second"]
+        for size in sizes
+        for name in ("mars-adamw", "mars-lion")
+    ]
+    assert (f"{min(speeds):.2f}", f"{max(speeds):.2f}") == ("0.99", "1.02")
+    matrices = [
+        to_adamw(size, name)["accumulated"]
+        for size in (*sizes, "7B")
+        for name in ("mars-m", "mars-shampoo")
+    ]
+    assert min(matrices) >= 0.985
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert "have 0.99 to 1.02 of AdamW's tokens a second, its clip included" in text
+    assert "MARS-M and MARS-Shampoo 0.99 or more at 512k tokens a step" in text

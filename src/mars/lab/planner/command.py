@@ -13,7 +13,6 @@ from typing import Literal
 from mars.lab.arguments import UsageError
 from mars.lab.errors import LabError
 from mars.lab.planner import models, predict, validate, words
-from mars.lab.planner.gpus import TRAINING_MFU
 from mars.lab.planner.gpus import find as find_gpu
 from mars.lab.planner.network import Cluster, check
 from mars.lab.planner.predict import Job
@@ -56,8 +55,9 @@ class PlanArgs:
     engine: Literal["auto", "fused", "foreach"] = "auto"
     """MARS's engine; auto is what the library uses: for shards, and for matrices that ranks share,
     foreach."""
-    mfu: float = TRAINING_MFU
-    """Share of the peak that forward and backward reach; as measured for GPT-2 small."""
+    mfu: float | None = None
+    """Share of the peak that forward and backward reach; by default from products, attention and
+    bytes, at the rates that were measured on an H200."""
     json: Path | None = None
     """Write everything to this file, too."""
     validate: bool = False

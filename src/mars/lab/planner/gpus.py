@@ -17,7 +17,12 @@ TORCH_SHARE = 3.46e12 / 4.8e12  # torch's fused AdamW
 PRODUCT_SHARE = 640e12 / 989e12  # of the dense peak: cuBLAS, sustained, tiles that idle counted
 SYMMETRIC_SHARE = 540e12 / 989e12  # our kernel for symmetric products: 33.9 ms of GPT-2 XL
 EIGHT_BIT_ELEMENTS_PER_SM_SECOND = 89.8e9 / 132  # decoding and encoding, not memory, is the limit
-TRAINING_MFU = 0.512  # forward and backward pass of GPT-2 small at 32 x 1024
+# Of forward and backward. The first and the third from 125M and 3B parameters (cost_h200.json),
+# attention from a profile of GPT-2 small: 9.5 ms of 32 x 1024 tokens.
+LAYER_SHARE = 0.69  # of the dense peak: products
+ATTENTION_SHARE = 0.395  # of the dense peak, counted as if it were not causal
+BLOCK_BYTES = 90  # a token, block and unit of width: norms, casts, whatever else is not a product
+CAST_BYTES = 6  # a float32 weight and pass, to 16 bits
 
 # Assumed: there is nothing here to measure it on.
 LINK_SHARE = 0.8  # of a link's bandwidth, by a large collective
@@ -97,10 +102,12 @@ GPUS: dict[str, Gpu] = {
 }  # fmt: skip
 
 
-def by_driver(name: str, memory_bytes: float) -> Gpu | None:
+def by_driver(name: str, memory_bytes: float | None = None) -> Gpu | None:
     """The GPU that the driver calls so, with the memory that is here; None if it is not known."""
     known = next((own for own, driver in _DRIVER_NAMES.items() if driver == name), None)
-    return None if known is None else replace(GPUS[known], memory_bytes=memory_bytes)
+    if known is None or memory_bytes is None:
+        return GPUS.get(known or "")
+    return replace(GPUS[known], memory_bytes=memory_bytes)
 
 
 def find(name: str) -> Gpu:

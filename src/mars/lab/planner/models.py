@@ -50,9 +50,18 @@ class Model:
     @property
     def flops_per_token(self) -> int:
         """6·N + 12·L·D·T, as `mars.lab.models.flops_per_token`, for any hidden matrices."""
+        return self.layer_flops_per_token + self.attention_flops_per_token
+
+    @property
+    def layer_flops_per_token(self) -> int:
         m = self.run.gpt
         weights = sum(rows * cols for rows, cols in self.matrices) + m.vocab_size * m.n_embd
-        return 6 * weights + 12 * self.layers * m.n_embd * m.block_size
+        return 6 * weights
+
+    @property
+    def attention_flops_per_token(self) -> int:
+        m = self.run.gpt
+        return 12 * self.layers * m.n_embd * m.block_size
 
     def kept_bytes_per_token(self, recompute: bool) -> float:
         """What the forward pass keeps of a token; with recomputation the blocks' inputs, and one

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from mars.lab import hardware
 from mars.lab.errors import LabError
 from mars.lab.planner import memory, network, newton_schulz, steps
-from mars.lab.planner.gpus import TRAINING_MFU
+from mars.lab.planner.gpus import ATTENTION_SHARE, BLOCK_BYTES, CAST_BYTES, LAYER_SHARE
 from mars.lab.planner.memory import Memory
 from mars.lab.planner.models import Model
 from mars.lab.planner.network import Cluster, Traffic
@@ -33,7 +33,7 @@ class Job:
     gather_bytes: int = 2  # of a parameter
     engine: Literal["auto", "fused", "foreach"] = "auto"
     recompute: bool = False
-    mfu: float = TRAINING_MFU
+    mfu: float | None = None  # of forward and backward, if somebody knows it
 
     @property
     def passes(self) -> int:
@@ -46,9 +46,27 @@ class Job:
         return sequences * self.model.run.gpt.block_size
 
     @property
-    def training_flops_per_gpu(self) -> float:
+    def compute_seconds(self) -> float:
+        """Forward and backward of a step on each GPU: products, attention, and bytes."""
+        model, gpu = self.model, self.cluster.gpu
+        peak, copy = gpu.peak_flops_per_second, gpu.copy_bytes_per_second
         again = 1 + FORWARD_SHARE if self.recompute else 1.0
-        return again * self.tokens * self.model.flops_per_token / self.cluster.gpus
+        tokens = again * self.tokens / self.cluster.gpus
+        if self.mfu is not None:
+            return tokens * model.flops_per_token / (self.mfu * peak)
+        a_token = (
+            model.layer_flops_per_token / (LAYER_SHARE * peak)
+            + model.attention_flops_per_token / (ATTENTION_SHARE * peak)
+            + BLOCK_BYTES * model.layers * model.run.gpt.n_embd / copy
+        )
+        cast = CAST_BYTES * model.elements / self.cluster.shards / copy
+        return tokens * a_token + (self.passes * cast if self.setting.param_bytes == 4 else 0.0)
+
+    @property
+    def model_flops_utilization(self) -> float:
+        """MFU of forward and backward; what is recomputed does not count."""
+        flops = self.tokens * self.model.flops_per_token / self.cluster.gpus
+        return flops / (self.compute_seconds * self.cluster.gpu.peak_flops_per_second)
 
 
 @dataclass(frozen=True)
@@ -108,7 +126,7 @@ def check(job: Job) -> Job:
             f"--micro-batch must be 1 to {most} ({job.batch} sequences on {job.cluster.gpus} "
             f"GPUs), it is {job.micro_batch}"
         )
-    if not 0 < job.mfu <= 1:
+    if job.mfu is not None and not 0 < job.mfu <= 1:
         raise LabError(f"--mfu is a share of the peak, above 0 to 1, not {job.mfu}")
     network.check(job.cluster)
     return job
@@ -251,7 +269,7 @@ def predict(job: Job, optimizer: Optimizer) -> Prediction:
     used = rank_memory(job, optimizer)
     work = iteration(job, optimizer)
     own, naive = optimizer_seconds(job, optimizer, work)
-    compute = job.training_flops_per_gpu / (job.mfu * gpu.peak_flops_per_second)
+    compute = job.compute_seconds
     traffic = training_traffic(job)
     exposed = exposed_seconds(job, traffic, compute)
     total = compute + exposed + own
@@ -312,6 +330,6 @@ def as_json(job: Job, predictions: list[Prediction]) -> dict[str, Any]:
         "setting": {**dataclasses.asdict(job.setting), "engine": job.engine},
         "reduce_bytes": job.reduce_bytes,
         "recompute": job.recompute,
-        "mfu": job.mfu,
+        "mfu": job.model_flops_utilization,
         "optimizers": [{**dataclasses.asdict(p), "peak_bytes": p.memory.peak} for p in predictions],
     }

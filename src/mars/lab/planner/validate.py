@@ -12,6 +12,7 @@ from mars.bench.shapes import PARAMETER_SETS
 from mars.lab import recipes
 from mars.lab.errors import LabError
 from mars.lab.planner import gpus, models, network, newton_schulz, steps
+from mars.lab.planner.gpus import Gpu
 from mars.lab.planner.network import Cluster
 from mars.lab.planner.predict import Job, predict, rank_memory
 from mars.lab.planner.steps import OPTIMIZERS, RULES, Optimizer, Setting
@@ -21,6 +22,7 @@ BENCHMARKS = (
     "bench_small_h200.json", "bench_xl_h200.json", "bench_more_h200.json", "bench_clip_h200.json",
 )  # fmt: skip
 TRAINING = "train_speed_h200.json"
+COST = "cost_h200.json"
 PROCESSES = "distributed_ns_cpu.json"
 LARGE = 0.2  # an error worth a word
 
@@ -61,7 +63,9 @@ def results_directory(given: str | None) -> Path:
     own = Path(__file__).parents[4] / "docs" / "results"  # of sources that were not copied
     here = Path("docs") / "results"
     path = Path(given) if given else (own if own.is_dir() else here)
-    missing = [name for name in (*BENCHMARKS, TRAINING, PROCESSES) if not (path / name).is_file()]
+    missing = [
+        name for name in (*BENCHMARKS, TRAINING, COST, PROCESSES) if not (path / name).is_file()
+    ]
     if missing:
         raise LabError(
             f"no {missing[0]} in {path}: give the repository's docs/results with --results DIR"
@@ -80,6 +84,7 @@ def compare(directory: Path) -> list[Compared]:
             for row in run["rows"]:
                 found += _benchmark(row, extra.get("torch AdamW fused, hidden", 0))
     found += _training(_read(directory / TRAINING))
+    found += of_cost(_read(directory / COST))
     return [*found, *_processes(_read(directory / PROCESSES))]
 
 
@@ -153,11 +158,45 @@ def _training(content: dict[str, Any]) -> Iterator[Compared]:
         optimizer, batch = OPTIMIZERS[_TRAINED[row["name"]]], row["batch"]
         job = Job(model, cluster, batch, batch, Setting())
         where = f"training, {batch} x 1024"
-        fitted = row["name"] == "ours, AdamW" and batch == 32
         time = 1e3 * predict(job, optimizer).step_seconds
-        yield Compared(where, row["name"], "step, ms", time, row["milliseconds"], fitted)
+        yield Compared(where, row["name"], "step, ms", time, row["milliseconds"], False)
         peak = rank_memory(job, optimizer).peak / 1e9
         yield Compared(where, row["name"], "peak, GB", peak, row["peak_memory"] / 1e9, False)
+
+
+# Sizes that the rates of forward and backward were taken from, in steps of AdamW.
+_PASSES_FITTED = ("gpt2-small", "gpt3-2.7b")
+
+
+def of_cost(content: dict[str, Any]) -> Iterator[Compared]:
+    """Rows of bench/cost.py; on a device that is not known only the state can be predicted."""
+    gpu = gpus.by_driver(content["device"])
+    for row in content["rows"]:
+        if row["status"] != "measured":
+            continue
+        optimizer = OPTIMIZERS[row["optimizer"]]
+        found = predict(job_of_cost(row, gpu or gpus.find("h200")), optimizer)
+        figures = [("state, GB", found.memory.state / 1e9, row["state_bytes"] / 1e9)]
+        if gpu is not None:
+            figures += [
+                ("optimizer, ms", 1e3 * found.optimizer_seconds, row["optimizer_ms"]),
+                ("step, ms", 1e3 * found.step_seconds, row["step_ms"]),
+                ("peak, GB", found.memory.peak / 1e9, row["peak_bytes"] / 1e9),
+            ]
+        for quantity, predicted, measured in figures:
+            fitted = (optimizer.name == "adamw" and row["model"] in _PASSES_FITTED
+                      and quantity == "step, ms")  # fmt: skip
+            where = f"training, {row['size']}"
+            yield Compared(where, optimizer.label, quantity, predicted, measured, fitted)
+
+
+def job_of_cost(row: dict[str, Any], gpu: Gpu) -> Job:
+    """One micro-batch on one GPU."""
+    model, micro = models.find(row["model"]), row["micro_batch"]
+    run = model.run.replace(model={"block_size": row["tokens"] // micro})
+    setting = Setting({"float32": 4, "bfloat16": 2}[row["params"]], row["state"])
+    cluster = Cluster(gpu, 1, 1, "ddp")
+    return Job(replace(model, run=run), cluster, micro, micro, setting)
 
 
 def _processes(content: dict[str, Any]) -> Iterator[Compared]:

@@ -179,8 +179,9 @@ def assumptions(job: Job) -> list[str]:
     g, setting = job.cluster.gpu, job.setting
     measured = "measured" if g.name == "h200" else "measured on an H200, the same share assumed"
     lines = [
-        f"forward and backward at {job.mfu:.1%} of {g.peak_flops_per_second / 1e12:.0f} TFLOP/s"
-        + (f" ({measured}, GPT-2 small)" if job.mfu == gpus.TRAINING_MFU else ""),
+        f"forward and backward at {job.model_flops_utilization:.1%} of "
+        f"{g.peak_flops_per_second / 1e12:.0f} TFLOP/s"
+        + ("" if job.mfu else f" (from rates that were {measured})"),
         f"memory at {g.copy_bytes_per_second / 1e12:.2f} TB/s, products at "
         f"{g.product_flops_per_second / 1e12:.0f} TFLOP/s ({measured})",
         f"parameters of {setting.param_bytes} bytes, MARS's state {setting.state}; "
