@@ -19,7 +19,17 @@ from small_study import HERE, base, result
 from mars.lab.cli import main
 from mars.lab.errors import LabError
 from mars.lab.rundir import RunDirectory
-from mars.lab.study import Arm, Claim, Comparison, Study, command, stretch, times, variance_command
+from mars.lab.study import (
+    Arm,
+    Claim,
+    Comparison,
+    Study,
+    command,
+    fingerprint,
+    stretch,
+    times,
+    variance_command,
+)
 from mars.lab.study import variance as v
 from mars.lab.study.planner import Stage, Wanted
 from mars.lab.study.questions import find
@@ -145,6 +155,25 @@ def test_runs_are_taken_from_another_study(tmp_path: Path, capsys: Capture) -> N
     assert [r.curve for r in taken] == [r.curve for r in theirs if r.arm == "AdamW"]
     assert f"{there}: {len(taken)} of its runs are runs of renamed too" in said
     assert "tuned-" not in said, "none was run again"
+
+
+def test_runs_are_known_by_the_whole_configuration() -> None:
+    """batch-50m varies the batch; 64k tokens are what every run of optimizers-50m has."""
+    there = Path(__file__).parents[2] / "docs/results/optimizers-50m"
+    study, others = find("batch-50m"), Results(there).read()
+    known = [find("optimizers-50m")]
+    config = fingerprint._hash(study.common())
+    here = {**others[-1].fingerprint, "config": config}
+    assert config != others[-1].fingerprint["config"]
+    found = fingerprint.shared(study, known, others, there, here)
+    assert {r.arm for r in found} == {"AdamW, 64k", "MARS-AdamW, 64k"}
+    labels = {"AdamW, 64k": "AdamW", "MARS-AdamW, 64k": "MARS-AdamW (.9, .95)"}
+    curves = {(r.arm, r.lr, r.seed): r.curve for r in others}
+    assert all(r.curve == curves[labels[r.arm], r.lr, r.seed] for r in found)
+    fingerprint.check(study, found, there, here)
+    assert not fingerprint.shared(study, [], others, there, here)
+    elsewhere = {**here, "data": "other"}
+    assert not fingerprint.shared(study, known, others, there, elsewhere)
 
 
 def renamed() -> Study:

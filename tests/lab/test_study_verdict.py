@@ -397,7 +397,8 @@ def test_committed_studies_have_the_tokens_that_they_say() -> None:
         for name in ("optimizers-50m", "batch-50m", "gpt2-small")
     }
     assert min(tokens["optimizers-50m"]) >= 58.9e6
-    assert len(tokens["batch-50m"]) == 1
+    few, many = sorted(tokens["batch-50m"])  # 112.5 steps would be equal
+    assert many < 1.005 * few
     assert 200e6 <= min(tokens["gpt2-small"]) <= 4 * 56e6
     assert set(per_step("batch-50m").values()) == {64 * 1024, 512 * 1024}
 

@@ -119,9 +119,11 @@ def go_on(name: str, args: StudyArgs, command: str) -> int:
 
 def _take(study: Study, file: Results, others: tuple[str, ...], here: dict[str, str]) -> None:
     """Add what other studies have of this one."""
+    studies = [make() for make in STUDIES.values()] if others else []
     for other in others:
         known = {result.key for result in file.read()}
-        own = fingerprint.shared(study, Results(Path(other)).read(), file.path.parent, here)
+        theirs = Results(Path(other)).read()
+        own = fingerprint.shared(study, studies, theirs, file.path.parent, here)
         new = [result for result in own if result.key not in known]
         file.add(new)
         sys.stderr.write(f"{other}: {len(new)} of its runs are runs of {study.name} too\n")

@@ -161,6 +161,10 @@ class Study:
                 settings |= {f"{part}.{name}": run[part][name] for name in fields}
         return settings
 
+    def whole(self, arm: Arm) -> dict[str, Any]:
+        """`common` and `own` at once: what a run of another study is compared by."""
+        return {**_shared(to_json(self.run(arm)), set()), **self.own(arm)}
+
 
 def _shared(run: dict[str, Any], varied: set[tuple[str, str]]) -> dict[str, Any]:
     """Fields by dotted name, without what cannot change numbers or is meant to vary."""

@@ -145,21 +145,37 @@ def first_difference(
 
 
 def shared(
-    study: Study, others: Sequence[Result], directory: Path, here: dict[str, str]
-) -> list[Result]:
-    """Of another study's results, those that are runs of this one too, under this one's labels."""
-    declared = equivalents(directory)
-    arms = {of_arm(study, arm): arm.label for arm in study.arms}
+    study: Study, known: Sequence[Study], others: Sequence[Result], directory: Path,
+    here: dict[str, str],
+) -> list[Result]:  # fmt: skip
+    """Of another study's results, those that are runs of this one too, under this one's labels.
 
-    def same(result: Result) -> bool:
-        parts = {part: (result.fingerprint.get(part, "unknown"), here[part]) for part in PARTS}
+    What one study varies may be the same for all in the other: if theirs is among ``known``, whole
+    configurations are compared.
+    """
+    declared = equivalents(directory)
+    ours = {_hash(study.whole(arm)): arm for arm in study.arms}
+    theirs = {
+        (_hash(other.common()), of_arm(other, arm)): ours.get(_hash(other.whole(arm)))
+        for other in (*known, study)
+        for arm in other.arms
+    }
+
+    def same(made: dict[str, str]) -> bool:
         return all(
-            _canonical(part, theirs, declared) == _canonical(part, ours, declared)
-            for part, (theirs, ours) in parts.items()
+            _canonical(part, made.get(part, "unknown"), declared)
+            == _canonical(part, here[part], declared)
+            for part in PARTS
         )
 
-    found = ((arms.get(r.fingerprint.get("arm", "")), r) for r in others)
-    return [dataclasses.replace(r, arm=label) for label, r in found if label and same(r)]
+    found = []
+    for result in others:
+        made = result.fingerprint
+        arm = theirs.get((made.get("config", ""), made.get("arm", "")))
+        if arm is not None and same({**made, "config": here["config"]}):
+            own = {**made, "config": here["config"], "arm": of_arm(study, arm)}
+            found.append(dataclasses.replace(result, arm=arm.label, fingerprint=own))
+    return found
 
 
 def _is(here: dict[str, str] | None, part: str, value: str) -> bool:
