@@ -412,8 +412,8 @@ def train_speed() -> str:
 
 
 def cost() -> str:
-    """bench/cost.py: in brackets by how much the planner's prediction is off."""
-    head, *rows = cost_table.rows(result("cost_h200.json"))
+    """bench/cost.py."""
+    head, *rows = cost_table.page(result("cost_h200.json"))
     return table(head, rows)
 
 

@@ -209,5 +209,13 @@ def test_the_page_gets_the_table_of_the_file(
     assert len(rows) == 2 + 2 * len(ENTRANTS)
     assert len({line.count("|") for line in rows}) == 1
     for name in ENTRANTS:
-        assert f"| tiny | {OPTIMIZERS[name].label} | fp32 | 2 × 64 |" in text
+        label = cost_table.SHORT.get(name, OPTIMIZERS[name].label)
+        assert f"| tiny | {label} | " in text
+    assert "| 13B, planned | MARS-M, 8-bit state | ≈ " in text
     assert readme_tables.rewritten(text) == text
+
+
+def test_it_is_drawn(made: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cost_table.draw(read(made), tmp_path / "cost.png")
+    assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
