@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> str:
     )
     model = gpt()
     groups = mars.param_groups(model, mars_type="mars-m")
-    optimizer = mars.MARS(groups, lr=0.02, lr_1d=3e-3, weight_decay=0.1, max_grad_norm=1.0)
+    optimizer = mars.MARS(groups, lr=8e-3, lr_1d=4e-3, weight_decay=0.1, max_grad_norm=1.0)
     scheduler = warmup_cosine(optimizer, args.steps)
     loader = DataLoader(
         TensorDataset(rows()[: args.steps * BATCH]), batch_size=BATCH // MICRO_BATCHES,

@@ -32,18 +32,18 @@ class MarsTrainer(Trainer):
         if self.optimizer is None:
             groups = groups_of(self.model if model is None else model)
             rate, decay = self.args.learning_rate, self.args.weight_decay
-            self.optimizer = mars.MARS(groups, lr=rate, lr_1d=3e-3, weight_decay=decay)
+            self.optimizer = mars.MARS(groups, lr=rate, lr_1d=rate / 2, weight_decay=decay)
         return self.optimizer
 
 
 def trainer_of(way: str, model: nn.Module, args: TrainingArguments, data: Any) -> Trainer:
     """The same training, told to Trainer in one of three ways."""
     if way == "optimizers":  # an instance: Trainer's learning_rate and weight_decay are not read
-        optimizer = mars.MARS(groups_of(model), lr=0.02, lr_1d=3e-3, weight_decay=0.1)
+        optimizer = mars.MARS(groups_of(model), lr=8e-3, lr_1d=4e-3, weight_decay=0.1)
         scheduler = cosine(optimizer, args.get_warmup_steps(args.max_steps), args.max_steps)
         return Trainer(model, args, train_dataset=data, optimizers=(optimizer, scheduler))
     if way == "class":  # "params" replaces Trainer's own two groups, which would hide weight_decay
-        options = {"params": groups_of(model), "lr": 0.02, "lr_1d": 3e-3, "weight_decay": 0.1}
+        options = {"params": groups_of(model), "lr": 8e-3, "lr_1d": 4e-3, "weight_decay": 0.1}
         return Trainer(
             model, args, train_dataset=data, optimizer_cls_and_kwargs=(mars.MARS, options)
         )
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> str:
     data = [{"input_ids": row[:-1], "labels": row[:-1]} for row in rows()[: args.steps * BATCH]]
     settings = TrainingArguments(
         output_dir=str(args.out), max_steps=args.steps, save_steps=args.save_every,
-        per_device_train_batch_size=BATCH, learning_rate=0.02, weight_decay=0.1,
+        per_device_train_batch_size=BATCH, learning_rate=8e-3, weight_decay=0.1,
         lr_scheduler_type="cosine", warmup_steps=max(1, args.steps // 10),
         max_grad_norm=1.0,  # Trainer's default; do not give MARS its own as well
         logging_steps=1, report_to="none", disable_tqdm=True, use_cpu=True, seed=0,

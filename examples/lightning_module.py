@@ -60,7 +60,7 @@ class Module(L.LightningModule):
     def configure_optimizers(self) -> Any:
         groups = mars.param_groups(self.model, mars_type="mars-m")
         optimizer = mars.MARS(
-            groups, lr=0.02, lr_1d=3e-3, weight_decay=0.1, is_approx=not self.exact
+            groups, lr=8e-3, lr_1d=4e-3, weight_decay=0.1, is_approx=not self.exact
         )
         scheduler = warmup_cosine(optimizer, self.steps)
         # "step", or Lightning would move the schedule once an epoch.

@@ -157,7 +157,7 @@ def _plan(words: list[str]) -> int:
     model, options = (words[0], words[1:]) if named else (None, words)
     about = (
         "Predict memory, optimizer traffic and the time of a step for every optimizer. MODEL, the "
-        "first word, is a recipe, a run, or llama-1b, -7b, -8b, -13b, -70b."
+        "first word, is a recipe, a run, gpt3-2.7b, -6.7b, -13b, or llama-1b, -7b, -8b, -13b, -70b."
     )
     try:
         args = parse(PlanArgs, options, f"mars plan {model or 'MODEL'}", about)
