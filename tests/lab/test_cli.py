@@ -253,6 +253,21 @@ def test_options_are_added_to_those_of_the_recipe() -> None:
     assert options("adjust_lr_fn", "match_rms_adamw") == {"adjust_lr_fn": "match_rms_adamw"}
 
 
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_what_is_not_published_has_its_proportion_to_adamw(size: str) -> None:
+    names = ("adamw", "mars-shampoo", "soap")
+    ours, theirs = (
+        {name: RECIPES[recipe].make(name).optimizer for name in names}
+        for recipe in ("gpt-50m", f"gpt2-{size}")
+    )
+    for name in ("mars-shampoo", "soap"):
+        times = ours[name].lr / ours["adamw"].lr
+        assert theirs[name].lr / theirs["adamw"].lr == pytest.approx(times, rel=1e-2)
+        assert theirs[name].betas == ours[name].betas
+    assert times > 1
+    assert theirs["mars-shampoo"].lr_1d == pytest.approx(theirs["mars-shampoo"].lr / 2, rel=1e-2)
+
+
 def test_published_settings() -> None:
     """As in the tables of the authors' READMEs and their configuration files."""
     rates = {

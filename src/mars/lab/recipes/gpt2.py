@@ -7,10 +7,13 @@ Sources: the configuration files and the tables in the READMEs of the authors' r
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from mars.lab.config import Data, Keep, Loop, Model, Optimizer, Run, Schedule
 from mars.lab.errors import LabError
+from mars.lab.recipes.settings import at_rate
+from mars.lab.recipes.small import gpt_50m
 
 # Layers, heads, width, and whether attention is scaled by the layer's number (a default of their
 # training scripts, which the configuration of small leaves as it is).
@@ -101,9 +104,10 @@ def maker(size: str, data: str) -> Callable[[str], Run]:
 def _optimizer(name: str, size: str, data: str) -> tuple[Optimizer, Schedule]:
     """The published settings, and the schedule."""
     if name not in RATES:
-        # Nothing is published for it: AdamW's rate, which the user will want to change.
-        rate = RATES["adamw"][size]["lr"]
-        return Optimizer(name=name, lr=rate, weight_decay=0.1), Schedule(min_lr=0.1)
+        # Nothing is published: as many times AdamW's rate as its best was with 51M parameters.
+        own, adamw = (gpt_50m(each).optimizer for each in (name, "adamw"))
+        rate = RATES["adamw"][size]["lr"] * own.lr / adamw.lr
+        return replace(own, **at_rate(own, float(f"{rate:.3g}"))), Schedule(min_lr=0.1)
     rates = FINEWEB.get(name, {}).get(size) if data == "fineweb-edu" else None
     rates = rates or RATES[name].get(size)
     if rates is None:
