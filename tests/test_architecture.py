@@ -21,6 +21,7 @@ LAYERS = {
     "mars.dispatch": 3,
     "mars.exact": 3,
     "mars.groups": 3,
+    "mars.loading": 3,
     "mars.schedules": 3,
     "mars.plan": 4,
     "mars.collect": 5,

@@ -569,3 +569,223 @@ def test_a_parameter_without_dimensions_and_an_option_that_is_a_tensor(
         assert optimizer.state[p]["exp_avg"].dtype == torch.float32
         ends.append(p.detach())
     torch.testing.assert_close(*ends)
+
+
+# What was loaded, or made by somebody, and does not fit.
+
+
+@pytest.mark.parametrize("engine", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("size", [2, 4000])
+def test_a_parameter_of_another_shape_is_refused(engine: dict, size: int) -> None:
+    p, other = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(2, 2))
+    optimizer = MARS([other, p], **engine)
+    for each in (p, other):
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    before, moment = other.detach().clone(), optimizer.state[p]["exp_avg"].clone()
+    p.data = torch.zeros(size)
+    with pytest.raises(RuntimeError, match=rf"gradient has shape \(4,\), its parameter \({size},"):
+        optimizer.step()
+    p.grad = torch.ones(size)
+    with pytest.raises(RuntimeError, match=r"exp_avg has shape \(4,\).*make a new optimizer"):
+        optimizer.step()
+    assert torch.equal(other, before)
+    assert torch.equal(optimizer.state[p]["exp_avg"], moment)
+
+
+def test_state_on_another_device_is_refused() -> None:
+    p = nn.Parameter(torch.zeros(4, 4))
+    optimizer = MARS([p])
+    p.grad = torch.ones(4, 4)
+    optimizer.step()
+    optimizer.state[p]["exp_avg"] = torch.zeros(4, 4, device="meta")
+    with pytest.raises(RuntimeError, match="exp_avg is on meta, its parameter on cpu"):
+        optimizer.step()
+
+
+def test_a_parameter_transposed_in_place_is_noticed() -> None:
+    """The same address and shape, other elements."""
+    torch.manual_seed(0)
+    start, gradients = torch.randn(4, 4), torch.randn(3, 4, 4)
+    found = []
+    for fused in (True, False):
+        p = nn.Parameter(start.clone())
+        optimizer = MARS([p], lr=0.1, fused=fused)
+        for i, g in enumerate(gradients):
+            if i == 1:
+                p.data = p.data.t()
+            p.grad = g.clone()
+            optimizer.step()
+        found.append(p.detach())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1,)])
+@pytest.mark.parametrize("engine", [{}, {"fused": True}, {"foreach": True}], ids=str)
+def test_gradients_that_torch_negates_later(engine: dict, shape: tuple[int, ...]) -> None:
+    """Autograd leaves the sign of the gradient of a conjugate to whoever reads it."""
+    w = nn.Parameter(torch.ones(shape))
+    optimizer = MARS([w], lr=0.1, lr_1d=0.1, weight_decay=0.0, weight_decay_1d=0.0, **engine)
+    for _ in range(2):
+        w.grad = None
+        torch.complex(torch.ones(shape), w).conj().abs().sum().backward()
+        assert w.grad.is_neg()
+        optimizer.step()
+    assert float(w.detach()) == pytest.approx(0.8, abs=0.02)
+
+
+def test_conjugated_gradients_are_taken() -> None:
+    found = []
+    for conjugate in (True, False):
+        p = nn.Parameter(torch.ones(3, 3, dtype=torch.complex64))
+        g = torch.randn(3, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+        p.grad = g.conj() if conjugate else g.conj().resolve_conj()
+        optimizer = MARS([p])
+        optimizer.step()
+        found.append(p.detach())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_the_state_of_torchs_adamw_goes_on(routed: bool) -> None:
+    """Options that the saved group does not know stay ours; its rate is everybody's."""
+
+    def gradients(model: nn.Module) -> None:
+        for i, p in enumerate(model.parameters()):
+            p.grad = torch.full_like(p, 0.1 * (i + 1))
+
+    ours, theirs = (nn.Linear(3, 3) for _ in range(2))
+    ours.load_state_dict(theirs.state_dict())
+    options = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+    adamw = torch.optim.AdamW(theirs.parameters(), lr=1e-2, **options)
+    gradients(theirs)
+    adamw.step()
+    ours.load_state_dict(theirs.state_dict())
+    adamw.param_groups[0]["lr"] = 5e-3  # by a schedule
+    own = {"mars_type": "plain-adamw"}
+    groups = [{"params": list(ours.parameters()), **own, **({"lr_1d": 1e-3} if routed else {})}]
+    optimizer = MARS(groups, lr=1e-2, **options)
+    optimizer.load_state_dict(adamw.state_dict())
+    assert optimizer.param_groups[0]["mars_type"] == "plain-adamw"
+    for _ in range(3):
+        for model in (ours, theirs):
+            gradients(model)
+        adamw.step()
+        optimizer.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_a_hook_may_wrap_the_state_dict() -> None:
+    p = nn.Parameter(torch.zeros(2, 2))
+    optimizer = MARS([p])
+    p.grad = torch.ones(2, 2)
+    optimizer.step()
+    handle = optimizer.register_state_dict_post_hook(lambda _, saved: {"optimizer": saved})
+    assert set(optimizer.state_dict()) == {"optimizer"}
+    handle.remove()
+    assert set(optimizer.state_dict()) == {"state", "param_groups"}
+
+
+def test_a_resumed_exact_run_needs_its_closure() -> None:
+    def closure() -> torch.Tensor:
+        p.grad = 2 * p.detach()
+        return p.detach().sum()
+
+    p = nn.Parameter(torch.ones(3, 3))
+    optimizer = MARS([p], is_approx=False)
+    for _ in range(2):
+        optimizer.step(closure)
+    resumed = MARS([p], is_approx=False)
+    resumed.load_state_dict(optimizer.state_dict())
+    p.grad = torch.ones(3, 3)
+    with pytest.raises(RuntimeError, match="needs the gradients of this batch at the previous"):
+        resumed.step()
+    resumed.step(closure)
+
+
+def test_exact_mode_begins_with_gradients_of_another_dtype() -> None:
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("torch has no grad_dtype")
+
+    def closure() -> float:
+        p.grad = torch.ones(4, 4)
+        return 0.0
+
+    p = nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
+    p.grad_dtype = torch.float32
+    optimizer = MARS([p])
+    p.grad = torch.ones(4, 4)
+    optimizer.step()
+    optimizer.param_groups[0]["is_approx"] = False
+    with pytest.warns(UserWarning, match="no previous parameters"):
+        optimizer.step(closure)
+    assert optimizer.state[p]["last_grad"].dtype == torch.bfloat16
+    optimizer.step(closure)
+
+
+def test_the_norm_of_no_gradients_is_zero() -> None:
+    p, other = (nn.Parameter(torch.ones(3, 3)) for _ in range(2))
+    groups = [{"params": [p], "max_grad_norm": 1.0}, {"params": [other]}]
+    optimizer = MARS(groups)
+    p.grad = torch.ones(3, 3)
+    optimizer.step()
+    assert float(optimizer.grad_norm) == pytest.approx(3.0)
+    p.grad, other.grad = None, torch.ones(3, 3)
+    optimizer.step()
+    assert float(optimizer.grad_norm) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"state": []}, "'state' must be a dict of dicts"),
+        ({"state": {0: 5}}, "'state' must be a dict of dicts"),
+        ({"param_groups": [{}]}, "must be a dict that has 'params'"),
+        ({"param_groups": [3]}, "must be a dict that has 'params'"),
+        ({"state": {0: {"step": None}}}, "lacks"),
+    ],
+    ids=str,
+)
+def test_what_is_no_state_dict_is_refused_by_a_sentence(change: dict, message: str) -> None:
+    p = nn.Parameter(torch.zeros(2, 2))
+    optimizer = MARS([p])
+    p.grad = torch.ones(2, 2)
+    optimizer.step()
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict({**optimizer.state_dict(), **change})
+    for step in (None, "x"):
+        saved = optimizer.state_dict()
+        saved["state"][0] = {**saved["state"][0], "step": step}
+        with pytest.raises(ValueError, match=f"step is {step!r}, not a number"):
+            optimizer.load_state_dict(saved)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"lr": "x", "lr_1d": 0.1}, "Invalid learning rate: 'x'"),
+        ({"lr": "x", "mars_type": "plain-adamw"}, "Invalid learning rate: 'x'"),
+        ({"weight_decay": torch.zeros(2)}, "weight_decay"),
+        ({5: 1}, "unknown option 5"),
+    ],
+    ids=str,
+)
+def test_a_wrong_group_is_refused_by_a_sentence(group: dict, message: str) -> None:
+    optimizer = MARS([nn.Parameter(torch.zeros(2, 2))])
+    with pytest.raises((TypeError, ValueError), match=message):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], **group})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_options_that_a_state_dict_brings_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer, _ = stepped()
+    other = MARS([nn.Parameter(torch.randn(4, 3))], mars_type="mars-m", max_grad_norm=1.0)
+    other.load_state_dict(optimizer.state_dict())
+    (told,) = caplog.messages
+    assert "mars_type='mars-adamw' (it was 'mars-m')" in told
+    assert "max_grad_norm=None (it was 1.0)" in told
+    caplog.clear()
+    other.load_state_dict(optimizer.state_dict())
+    assert not caplog.messages

@@ -149,6 +149,8 @@ def step_batches(optimizer: MARS, batches: list[tuple[Batch, str]]) -> None:
         if optimizer._grad_norm is None:  # a rank without gradients of its own
             optimizer._grad_norm = torch.zeros_like(norm, dtype=torch.float32)
         optimizer._grad_norm.copy_(norm)
+    elif optimizer._grad_norm is not None and not _norms(optimizer._plan):
+        optimizer._grad_norm.zero_()  # nothing that is clipped by it has a gradient
     lengths = clip_lengths(wide, groups, ranks)
     away = [_shared(optimizer, batch) for batch, _ in wide]
     finish = None
@@ -171,6 +173,11 @@ def step_batches(optimizer: MARS, batches: list[tuple[Batch, str]]) -> None:
     for (narrow, _), (batch, _) in zip(batches, wide, strict=True):
         if batch is not narrow:
             narrow.narrow(batch)
+
+
+def _norms(plan: Plan | None) -> bool:
+    """Whether the fused step writes the norm of the gradients."""
+    return plan is not None and any(launch.normed for launch, _ in plan.launches)
 
 
 def _sent(travellers: list[tuple[Batch, Tensor | None]], ranks: Ranks) -> Callable[[], None]:

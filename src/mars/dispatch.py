@@ -101,7 +101,7 @@ def why_not_fused(group: Group, p: Tensor, ranks: Ranks = ALONE) -> str | None:
 def steps_now(group: Group, p: Tensor, ranks: Ranks) -> bool:
     """Whether the fused engine steps this tensor now: with a gradient that is dense and alike."""
     g = p.grad
-    dense = g is not None and g.dtype == p.dtype and g.is_contiguous()
+    dense = g is not None and g.dtype == p.dtype and g.is_contiguous() and not g.is_neg()
     return dense and why_not_fused(group, p, ranks) is None
 
 

@@ -65,7 +65,7 @@ def evaluate(optimizer: MARS, closure: Callable[[], Any]) -> Any:
     lost = [p for p in corrected if p in stepped and p not in moved]
     for p in lost:
         if p.grad is not None:
-            stepped[p]["last_grad"] = p.grad.detach().clone()
+            stepped[p]["last_grad"] = p.grad.detach().to(p.dtype, copy=True)
     if lost:
         warnings.warn(
             f"exact mode: no previous parameters for {len(lost)} tensors (their state comes from "

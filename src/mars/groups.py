@@ -59,7 +59,7 @@ def warn_about_vectors(groups: Iterable[dict[str, Any]], lr: float, lr_1d: float
             "be trained at whatever lr becomes. Begin with the lr that a scheduler shall scale",
             lr_1d, lr, vectors,
         )  # fmt: skip
-    elif vectors and lr_1d == DEFAULT_LR_1D and lr < lr_1d / 20:
+    elif vectors and lr_1d == DEFAULT_LR_1D and lr < lr_1d / 5:
         logger.warning(
             "lr=%g is for matrices. %d tensors that are none (biases, norms, convolutions) are "
             "trained by AdamW at lr_1d=%g, %.0f times more: set lr_1d, or use MARS.from_adamw",

@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
     _use_grad_for_differentiable,
 )
 
-from mars import exact, options, state
+from mars import exact, loading, options, state
 from mars.collect import collect, may_scale, step_batches
 from mars.dispatch import NOT_CONTIGUOUS, capturing, steps_now, why_not_fused
 from mars.engines import Batch
@@ -169,9 +169,9 @@ class MARS(Optimizer):
         self._grad_norm: Tensor | None = None  # one buffer, that every step writes to
         # Exact mode, see mars.exact: what the last gradients are ("fresh", "used" by a step, or
         # "repeated"), whether previous_grad is new, and whether any state has last_param.
-        self._h = "fresh"
         self._previous_is_new = any("previous_grad" in self.state.get(p, {}) for p in self._all())
         self._holds_last_param = any("last_param" in self.state.get(p, {}) for p in self._all())
+        self._h = "used" if self._holds_last_param else "fresh"
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; its options are checked before anything is changed."""
@@ -179,6 +179,7 @@ class MARS(Optimizer):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         group = options.with_names(self._ranks.without(resolve(param_group, self.defaults)))
         options.check_known(group, f"parameter group {len(self.param_groups)}")
+        options.check_values({**self.defaults, **group})
         if group.get("weight_decay", 1.0) == 0.0:
             group.setdefault("weight_decay_1d", 0.0)
         own_rate = group.get("lr", self.defaults["lr"])
@@ -186,7 +187,6 @@ class MARS(Optimizer):
             group.setdefault("lr_1d", options.as_float(own_rate))  # AdamW outright: lr is its rate
         if "lr_1d" in group:
             group.setdefault("base_lr", options.as_float(own_rate))
-        options.check_values({**self.defaults, **group})
         differentiable = group.get("differentiable", self.defaults["differentiable"])
         super().add_param_group(options.plain_numbers(group, differentiable))
         added = self.param_groups[-1]
@@ -221,7 +221,7 @@ class MARS(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's. An empty tensor stands for a buffer that the next step will begin with."""
-        return state.mark_late(self, super().state_dict())
+        return loading.save(self, super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned. A wrong one is refused before anything is changed.
@@ -229,7 +229,7 @@ class MARS(Optimizer):
         Buffers keep their own dtype (float32 moments beside bfloat16 parameters), which
         torch.optim would cast to that of the parameter.
         """
-        state.load(self, state_dict, super().load_state_dict)
+        loading.load(self, state_dict, super().load_state_dict)
 
     @classmethod
     def from_adamw(
@@ -386,7 +386,7 @@ class MARS(Optimizer):
             self.state[p] = own  # whole, or not at all
             if fuse:
                 state.straighten(own, p)
-            g = gradient(p, group) if sharded else p.grad
+            g = gradient(p, group) if sharded else p.grad.resolve_conj().resolve_neg()
             row = (p, g, own["step"], *(own[n] if n in names else None for n in state.ROW))
             low = own.get(state.LOW_HALF.get(p.dtype, ""))
             for column, value in zip(columns, (*row, low), strict=True):

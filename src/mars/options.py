@@ -139,7 +139,7 @@ def check_known(names: Mapping[str, Any], where: str) -> None:
     for name in names:
         if name in CHECKS or name in METADATA:
             continue
-        close = difflib.get_close_matches(name, CHECKS, n=1, cutoff=0.7)
+        close = difflib.get_close_matches(str(name), CHECKS, n=1, cutoff=0.7)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise TypeError(
             f"{where}: unknown option {name!r}.{hint} Options: {', '.join(CHECKS)}. "

@@ -26,7 +26,8 @@ NUMBERS = frozenset({
 })  # fmt: skip
 
 _grad, _version, _dtype = attrgetter("grad"), attrgetter("_version"), attrgetter("dtype")
-_dense = Tensor.is_contiguous  # raises for a sparse gradient, as it should
+_dense, _negated = Tensor.is_contiguous, Tensor.is_neg  # the first raises for a sparse gradient
+_shape = attrgetter("shape")
 
 
 def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
@@ -46,8 +47,8 @@ class Plan:
     """Batches of tensors that fused steps, with their launches; renewed, not remade, each step.
 
     Renewing must cost little for each tensor, so it asks in bulk: the same parameters and state
-    dicts, the same tensors in them at the same addresses (somebody may offload them), gradients
-    that are dense and of the same dtype.
+    dicts, the same tensors in them at the same addresses (somebody may offload them), parameters
+    of the same shape, gradients that are dense and of the same dtype.
     """
 
     def __init__(self, optimizer: MARS, batches: list[Batch], members: list[list[Tensor]]) -> None:
@@ -63,6 +64,7 @@ class Plan:
         self.own = [optimizer.state[p] for p in self.params]
         self.buffers = self._buffers()
         self.addresses = list(map(Tensor.data_ptr, self.params + self.buffers))
+        self.shapes = list(map(_shape, self.params))
         self.versions: list[int] | None = None  # of last gradients, once their norms are known
         # In exact mode h is not the gradient of the step before.
         self.repeats = all(b.keep_g or b.consume for b in batches if b.h)
@@ -87,6 +89,8 @@ class Plan:
             or not _same(list(optimizer.state.values()), self.states)
             or not _same(self._buffers(), self.buffers)
             or list(map(Tensor.data_ptr, self.params + self.buffers)) != self.addresses
+            or list(map(_shape, self.params)) != self.shapes
+            or not all(map(_dense, self.params))
             or not all(map(partial(is_not, None), gradients))
             or any(p.grad is not None for p in self.idle)
         ):
@@ -96,6 +100,8 @@ class Plan:
             own = gradients[first : first + len(batch.x)]
             first += len(batch.x)
             if set(map(_dtype, own)) != {batch.x[0].dtype} or not all(map(_dense, own)):
+                return False
+            if any(map(_negated, own)):
                 return False
             batch.g = own
             set_numbers(batch, groups[batch.group], batch.x[0], fused=True)

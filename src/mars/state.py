@@ -1,18 +1,16 @@
-"""What a tensor carries: which buffers, of which dtype, and how they are loaded."""
+"""What a tensor carries: which buffers, of which dtype, and whether a step can go on from them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from itertools import chain
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mars.options import check_values, state_format
+from mars.options import state_format
 from mars.rule import KINDS, formats
 from mars.rule.formats import GROUP
-from mars.sharding import is_sharded
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
@@ -81,6 +79,11 @@ def buffers(kind: str, p: Tensor, group: Mapping[str, Any]) -> dict[str, torch.d
 
 def check_gradient(p: Tensor, group: Mapping[str, Any]) -> None:
     """Refuse what no engine can step."""
+    if p.grad is not None and p.grad.shape != p.shape:
+        raise RuntimeError(
+            f"the gradient has shape {tuple(p.grad.shape)}, its parameter {tuple(p.shape)}: the "
+            "parameter was changed after the backward pass"
+        )
     if p.grad is not None and p.grad.layout != torch.strided:
         raise RuntimeError(
             "MARS does not support sparse gradients. Use nn.Embedding(sparse=False), or train this "
@@ -104,6 +107,16 @@ def check_state(own: Mapping[str, Any], p: Tensor, names: Mapping[str, torch.dty
                 f"{name} is kept in {held.dtype}, and {dtype} is needed now: set "
                 "state_dtype and is_approx before the first step, and leave the parameter's dtype "
                 "what it was"
+            )
+        elif held.device != p.device:
+            raise RuntimeError(
+                f"{name} is on {held.device}, its parameter on {p.device}: move the model before "
+                "the first step, or load the state dict again after moving it"
+            )
+        elif held.shape != p.shape and name not in EXPONENT.values():
+            raise RuntimeError(
+                f"{name} has shape {tuple(held.shape)}, its parameter {tuple(p.shape)}: the "
+                "parameter was changed after its first step; make a new optimizer for it"
             )
 
 
@@ -138,7 +151,7 @@ def complete(own: dict[str, Any], p: Tensor, names: Mapping[str, torch.dtype]) -
     check_state(own, p, names)
     for name, dtype in names.items():
         if name not in own:
-            own[name] = _new_buffer(name, dtype, p)
+            own[name] = new_buffer(name, dtype, p)
 
 
 def begins_late(own: Mapping[str, Any], names: Mapping[str, torch.dtype]) -> bool:
@@ -148,25 +161,6 @@ def begins_late(own: Mapping[str, Any], names: Mapping[str, torch.dtype]) -> boo
     (exp_avg has been n = m − γ·h until now; the share of that h is made up for by β₁.)
     """
     return "last_grad" in names and "step" in own and "last_grad" not in own
-
-
-def mark_late(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """A state dict in which buffers that a next step will begin with are told from lost ones."""
-    places = {id(own): index for index, own in saved["state"].items()}
-    for p, own, group in _matched(optimizer, saved):
-        wanted = buffers(kind_of(p, group), p, group)
-        missing = LATER & wanted.keys() - own.keys()
-        if missing and "step" in own:
-            mark = torch.empty(0, dtype=p.dtype, device=p.device)
-            # Of an empty parameter a mark could not be told from the buffer: so it is the buffer.
-            made = {n: mark if p.numel() else _new_buffer(n, wanted[n], p) for n in missing}
-            saved["state"][places[id(own)]] = {**own, **made}
-    return saved
-
-
-def _begins(name: str, value: Any, p: Tensor) -> bool:
-    """Whether this is such a mark."""
-    return name in LATER and isinstance(value, Tensor) and not value.numel() and bool(p.numel())
 
 
 def drop_last_grad(own: dict[str, Any], kind: str, group: Mapping[str, Any]) -> None:
@@ -195,7 +189,7 @@ def straighten(own: dict[str, Any], p: Tensor) -> None:
     own["step"] = own["step"].to(p.device, torch.float32)
 
 
-def _new_buffer(name: str, dtype: torch.dtype, p: Tensor) -> Tensor:
+def new_buffer(name: str, dtype: torch.dtype, p: Tensor) -> Tensor:
     if name in EXPONENT.values():
         return torch.zeros(-(-p.numel() // GROUP), dtype=dtype, device=p.device)
     return torch.zeros_like(p, dtype=dtype)
@@ -230,148 +224,6 @@ def _owns_its_memory(g: Tensor, h: Tensor) -> bool:
     return (
         g.dtype == h.dtype
         and g.stride() == h.stride()
-        and not g._is_view()
+        and not (g._is_view() or g.is_neg() or g.is_conj())
         and g.untyped_storage().nbytes() == g.numel() * g.element_size()
     )
-
-
-def load(
-    optimizer: Optimizer,
-    state_dict: dict[str, Any],
-    load_by_torch: Callable[[dict[str, Any]], None],
-) -> None:
-    """torch's load_state_dict between a check of what it gets and a repair of what it casts."""
-    if not isinstance(state_dict, dict):
-        raise TypeError(f"load_state_dict takes a state dict, not {type(state_dict).__name__}")
-    accepted: dict[str, Any] = {}
-
-    def check(_: Optimizer, candidate: dict[str, Any]) -> None:
-        _check_state_dict(optimizer, candidate)
-        accepted.update(candidate)
-
-    def restore(_: Optimizer) -> None:
-        for p, saved, group in _matched(optimizer, accepted):
-            own = optimizer.state[p]
-            wanted = buffers(kind_of(p, group), p, group)
-            for name, value in saved.items():
-                if name == "step" and isinstance(value, Tensor):
-                    # Counted on a device: on this one, then. Torch's own counts are float32.
-                    on_device = group["capturable"] or group["fused"] or value.device.type != "cpu"
-                    to = p.device if on_device else value.device
-                    own[name] = value.to(to) if value.is_floating_point() else value.to(to).float()
-                if name == "step" or not isinstance(value, Tensor):
-                    continue
-                foreign = name in LOW_HALF.values() and name not in wanted
-                if foreign or _begins(name, value, p):
-                    del own[name]  # saved beside parameters of another dtype, or a mark
-                    continue
-                # Torch copied nothing that it did not have to cast or move.
-                own[name] = value.to(p.device, wanted.get(name, value.dtype))
-
-    # The user's hooks run first on the way in and last on the way out.
-    handles = (
-        optimizer.register_load_state_dict_pre_hook(check),
-        optimizer.register_load_state_dict_post_hook(restore, prepend=True),
-    )
-    try:
-        load_by_torch(state_dict)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _matched(
-    optimizer: Optimizer, state_dict: Mapping[str, Any]
-) -> list[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
-    """(parameter, saved state, the group as it will be) for each parameter with saved state."""
-    matched = []
-    for group, saved_group in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        options = {**optimizer.defaults, **saved_group}
-        for p, index in zip(group["params"], saved_group["params"], strict=True):
-            if state_dict["state"].get(index):
-                matched.append((p, state_dict["state"][index], options))
-    return matched
-
-
-def _check_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Raise ValueError if this state cannot be the state of this optimizer."""
-    for key in ("state", "param_groups"):
-        if key not in state_dict:
-            raise ValueError(
-                f"state dict without {key!r}: it has {sorted(map(str, state_dict))}. Pass what "
-                "optimizer.state_dict() returned"
-            )
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-    if len(sizes) != len(saved_sizes):
-        raise ValueError(
-            "loaded state dict has a different number of parameter groups: "
-            f"{len(saved_sizes)}, the optimizer has {len(sizes)}"
-        )
-    if sizes != saved_sizes:
-        raise ValueError(
-            "loaded state dict contains a parameter group that doesn't match the size of "
-            f"optimizer's group: {saved_sizes} parameters, the optimizer has {sizes}"
-        )
-    for group in state_dict["param_groups"]:
-        check_values({**optimizer.defaults, **group})
-    names, saved_names = (
-        list(chain.from_iterable(g.get("param_names", ()) for g in groups))
-        for groups in (optimizer.param_groups, state_dict["param_groups"])
-    )
-    if names != saved_names and sorted(names) == sorted(saved_names):
-        i = next(i for i, (a, b) in enumerate(zip(names, saved_names, strict=True)) if a != b)
-        raise ValueError(
-            f"the parameters have another order here: number {i} is {names[i]!r}, and in the state "
-            f"dict {saved_names[i]!r}. Give them to the optimizer in the order of then"
-        )
-    order = {id(p): i for i, p in enumerate(chain.from_iterable(
-        g["params"] for g in optimizer.param_groups))}  # fmt: skip
-    for p, saved, group in _matched(optimizer, state_dict):
-        i = order[id(p)]
-        who = f"parameter {i}" + (f" ({names[i]})" if names else "")
-        _check_buffers(who, p, saved, group)
-
-
-def _check_buffers(who: str, p: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    optional = set(LOW_HALF.values())  # absent where the state comes from a float32 run
-    wanted = buffers(kind_of(p, group), p, group)
-    required = {"step", *wanted} - optional
-    if set(saved) == {"previous_grad"}:
-        required = set()  # exact mode, saved between update_previous_grad and the first step
-    missing = sorted(required - set(saved))
-    if missing:
-        raise ValueError(
-            f"state of {who} lacks {missing}: the state dict is truncated, or was saved by "
-            "another optimizer, whose moments cannot be continued. It has "
-            + str(sorted(map(str, saved)))
-        )
-    for name, value in saved.items():
-        if _begins(name, value, p):
-            continue
-        if name == "step":
-            if isinstance(value, Tensor) and value.numel() != 1:
-                raise ValueError(f"state of {who}: step has {value.numel()} elements, not one")
-        elif name in wanted and not isinstance(value, Tensor):
-            raise ValueError(f"state of {who}: {name} is {value!r}, not a tensor")
-        elif name in wanted and (value.dtype == torch.uint8) != (wanted[name] == torch.uint8):
-            raise ValueError(
-                f"state of {who}: {name} is saved in {value.dtype}, and {wanted[name]} would be "
-                "needed: load it with the state_dtype and is_approx that it was saved with"
-            )
-        elif isinstance(value, Tensor) and name in EXPONENT.values():
-            if value.numel() != -(-p.numel() // GROUP):
-                raise ValueError(
-                    f"state of {who}: {name} has {value.numel()} elements for {p.numel()} codes"
-                )
-        elif name in required and is_sharded(p) and not is_sharded(value):
-            raise ValueError(
-                f"state of {who}: {name} is a plain tensor, and the parameter a DTensor. Load by "
-                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which shards it"
-            )
-        elif isinstance(value, Tensor) and value.shape != p.shape:
-            raise ValueError(
-                f"state of {who}: {name} has shape {tuple(value.shape)}, the parameter "
-                f"{tuple(p.shape)}. The state belongs to another model, or parameters were "
-                "given in another order"
-            )

@@ -1,0 +1,231 @@
+"""State dicts: what is saved beside torch's, what is refused, and what torch would cast."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from itertools import chain
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mars.options import as_float, check_values
+from mars.rule.formats import GROUP
+from mars.sharding import is_sharded
+from mars.state import EXPONENT, LATER, LOW_HALF, buffers, kind_of, new_buffer
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import Optimizer
+
+logger = logging.getLogger("mars")
+
+
+def save(optimizer: Optimizer, save_by_torch: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """torch's state_dict, marked before the user's hooks see it."""
+    handle = optimizer.register_state_dict_post_hook(mark_late, prepend=True)
+    try:
+        return save_by_torch()
+    finally:
+        handle.remove()
+
+
+def mark_late(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """A state dict in which buffers that a next step will begin with are told from lost ones."""
+    places = {id(own): index for index, own in saved["state"].items()}
+    for p, own, group in _matched(optimizer, saved):
+        wanted = buffers(kind_of(p, group), p, group)
+        missing = LATER & wanted.keys() - own.keys()
+        if missing and "step" in own:
+            mark = torch.empty(0, dtype=p.dtype, device=p.device)
+            # Of an empty parameter a mark could not be told from the buffer: so it is the buffer.
+            made = {n: mark if p.numel() else new_buffer(n, wanted[n], p) for n in missing}
+            saved["state"][places[id(own)]] = {**own, **made}
+    return saved
+
+
+def _begins(name: str, value: Any, p: Tensor) -> bool:
+    """Whether this is such a mark."""
+    return name in LATER and isinstance(value, Tensor) and not value.numel() and bool(p.numel())
+
+
+def load(
+    optimizer: Optimizer,
+    state_dict: dict[str, Any],
+    load_by_torch: Callable[[dict[str, Any]], None],
+) -> None:
+    """torch's load_state_dict between a check of what it gets and a repair of what it casts."""
+    if not isinstance(state_dict, dict):
+        raise TypeError(f"load_state_dict takes a state dict, not {type(state_dict).__name__}")
+    accepted: dict[str, Any] = {}
+
+    def check(_: Optimizer, candidate: dict[str, Any]) -> dict[str, Any]:
+        accepted.update(_checked(optimizer, candidate))
+        _tell(optimizer, accepted)
+        return accepted
+
+    def restore(_: Optimizer) -> None:
+        for p, saved, group in _matched(optimizer, accepted):
+            own = optimizer.state[p]
+            wanted = buffers(kind_of(p, group), p, group)
+            for name, value in saved.items():
+                if name == "step" and isinstance(value, Tensor):
+                    # Counted on a device: on this one, then. Torch's own counts are float32.
+                    on_device = group["capturable"] or group["fused"] or value.device.type != "cpu"
+                    to = p.device if on_device else value.device
+                    own[name] = value.to(to) if value.is_floating_point() else value.to(to).float()
+                if name == "step" or not isinstance(value, Tensor):
+                    continue
+                foreign = name in LOW_HALF.values() and name not in wanted
+                if foreign or _begins(name, value, p):
+                    del own[name]  # saved beside parameters of another dtype, or a mark
+                    continue
+                # Torch copied nothing that it did not have to cast or move.
+                own[name] = value.to(p.device, wanted.get(name, value.dtype))
+
+    # The user's hooks run first on the way in and last on the way out.
+    handles = (
+        optimizer.register_load_state_dict_pre_hook(check),
+        optimizer.register_load_state_dict_post_hook(restore, prepend=True),
+    )
+    try:
+        load_by_torch(state_dict)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tell(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Groups are loaded as torch loads them, with their options: say so where that shows."""
+    pairs = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+    told = {
+        f"{name}={saved[name]!r} (it was {group[name]!r})": None
+        for group, saved in pairs
+        for name in ("mars_type", "is_approx", "state_dtype", "max_grad_norm")
+        if group[name] != saved[name]
+    }
+    if told:
+        logger.warning("load_state_dict: the saved options hold, %s", ", ".join(told))
+
+
+def _matched(
+    optimizer: Optimizer, state_dict: Mapping[str, Any]
+) -> list[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
+    """(parameter, saved state, the group as it will be) for each parameter with saved state."""
+    matched = []
+    for group, saved_group in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        options = {**optimizer.defaults, **saved_group}
+        for p, index in zip(group["params"], saved_group["params"], strict=True):
+            if state_dict["state"].get(index):
+                matched.append((p, state_dict["state"][index], options))
+    return matched
+
+
+def _check_form(state_dict: Mapping[str, Any]) -> None:
+    """Raise ValueError if this is no state dict at all."""
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(
+                f"state dict without {key!r}: it has {sorted(map(str, state_dict))}. Pass what "
+                "optimizer.state_dict() returned"
+            )
+    states, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(states, Mapping) or not all(isinstance(s, Mapping) for s in states.values()):
+        raise ValueError("state dict: 'state' must be a dict of dicts, one a parameter")
+    if not all(isinstance(group, Mapping) and "params" in group for group in groups):
+        raise ValueError("state dict: each of 'param_groups' must be a dict that has 'params'")
+
+
+def _completed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved group with the options of ours that it does not know: another optimizer saved it."""
+    kept = {name: value for name, value in own.items() if name not in ("params", "param_names")}
+    whole = {**kept, **saved}
+    if "base_lr" not in saved and whole["mars_type"] == "plain-adamw" and "lr" in saved:
+        check_values(whole)
+        whole["lr_1d"] = whole["base_lr"] = as_float(whole["lr"])  # AdamW's, whose rate is lr
+    return whole
+
+
+def _checked(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict with whole groups. ValueError if it cannot be this optimizer's."""
+    _check_form(state_dict)
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+    if len(sizes) != len(saved_sizes):
+        raise ValueError(
+            "loaded state dict has a different number of parameter groups: "
+            f"{len(saved_sizes)}, the optimizer has {len(sizes)}"
+        )
+    if sizes != saved_sizes:
+        raise ValueError(
+            "loaded state dict contains a parameter group that doesn't match the size of "
+            f"optimizer's group: {saved_sizes} parameters, the optimizer has {sizes}"
+        )
+    groups = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+    state_dict = {**state_dict, "param_groups": [_completed(*pair) for pair in groups]}
+    for group in state_dict["param_groups"]:
+        check_values({**optimizer.defaults, **group})
+    names, saved_names = (
+        list(chain.from_iterable(g.get("param_names", ()) for g in groups))
+        for groups in (optimizer.param_groups, state_dict["param_groups"])
+    )
+    if names != saved_names and sorted(names) == sorted(saved_names):
+        i = next(i for i, (a, b) in enumerate(zip(names, saved_names, strict=True)) if a != b)
+        raise ValueError(
+            f"the parameters have another order here: number {i} is {names[i]!r}, and in the state "
+            f"dict {saved_names[i]!r}. Give them to the optimizer in the order of then"
+        )
+    order = {id(p): i for i, p in enumerate(chain.from_iterable(
+        g["params"] for g in optimizer.param_groups))}  # fmt: skip
+    for p, saved, group in _matched(optimizer, state_dict):
+        i = order[id(p)]
+        who = f"parameter {i}" + (f" ({names[i]})" if names else "")
+        _check_buffers(who, p, saved, group)
+    return state_dict
+
+
+def _check_buffers(who: str, p: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    optional = set(LOW_HALF.values())  # absent where the state comes from a float32 run
+    wanted = buffers(kind_of(p, group), p, group)
+    required = {"step", *wanted} - optional
+    if set(saved) == {"previous_grad"}:
+        required = set()  # exact mode, saved between update_previous_grad and the first step
+    missing = sorted(required - set(saved))
+    if missing:
+        raise ValueError(
+            f"state of {who} lacks {missing}: the state dict is truncated, or was saved by "
+            "another optimizer, whose moments cannot be continued. It has "
+            + str(sorted(map(str, saved)))
+        )
+    for name, value in saved.items():
+        if _begins(name, value, p):
+            continue
+        if name == "step":
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(f"state of {who}: step has {value.numel()} elements, not one")
+            if not isinstance(value, (Tensor, Real)):
+                raise ValueError(f"state of {who}: step is {value!r}, not a number")
+        elif name in wanted and not isinstance(value, Tensor):
+            raise ValueError(f"state of {who}: {name} is {value!r}, not a tensor")
+        elif name in wanted and (value.dtype == torch.uint8) != (wanted[name] == torch.uint8):
+            raise ValueError(
+                f"state of {who}: {name} is saved in {value.dtype}, and {wanted[name]} would be "
+                "needed: load it with the state_dtype and is_approx that it was saved with"
+            )
+        elif isinstance(value, Tensor) and name in EXPONENT.values():
+            if value.numel() != -(-p.numel() // GROUP):
+                raise ValueError(
+                    f"state of {who}: {name} has {value.numel()} elements for {p.numel()} codes"
+                )
+        elif name in required and is_sharded(p) and not is_sharded(value):
+            raise ValueError(
+                f"state of {who}: {name} is a plain tensor, and the parameter a DTensor. Load by "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which shards it"
+            )
+        elif isinstance(value, Tensor) and value.shape != p.shape:
+            raise ValueError(
+                f"state of {who}: {name} has shape {tuple(value.shape)}, the parameter "
+                f"{tuple(p.shape)}. The state belongs to another model, or parameters were "
+                "given in another order"
+            )
