@@ -74,8 +74,7 @@ def here(name: str) -> Place:
 
 def model_of(size: str) -> Model:
     found = models.find(SIZES[size])
-    context = min(CONTEXT, found.run.gpt.block_size)
-    return models.of_run(found.run.replace(model={"block_size": context}), found.name)
+    return models.at_context(found, min(CONTEXT, found.run.gpt.block_size))
 
 
 def job_of(model: Model, gpu: Gpu, micro: int, kept: Kept) -> Job:

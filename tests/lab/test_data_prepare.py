@@ -173,6 +173,7 @@ BAD = {
     "field": ("a.jsonl", '{"body": "a"}\n', r"line 1: no text in .* 'text' \(there are: body\)"),
     "type": ("a.jsonl", '{"text": 3}\n', r"line 1: no text in the field 'text'"),
     "gzip": ("a.jsonl.gz", "not gzip", r"a\.jsonl\.gz cannot be read"),
+    "nested": ("a.jsonl", "[" * 100_000, r"a\.jsonl, line 1: not JSON"),
     "zstd": ("a.txt.zst", "not zstd", r"a\.txt\.zst cannot be read"),
     "parquet": ("a.parquet", "not parquet", r"a\.parquet is not a whole parquet"),
     "one document": ("a.jsonl", '{"text": "a"}\n', r"1 documents, and none was left for train"),
@@ -188,6 +189,16 @@ def test_bad_sources_are_refused_by_name_and_leave_no_trace(tmp_path: Path, case
         (tmp_path / name).write_text(text)
     with pytest.raises(LabError, match=message):
         prepare(str(tmp_path / name), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_archive_is_refused_by_name(tmp_path: Path) -> None:
+    text = "".join(f"{i} words of a text\n" for i in range(20_000)).encode()
+    packed = bytearray(gzip.compress(text))
+    packed[len(packed) // 2 : len(packed) // 2 + 200] = bytes(200)
+    (tmp_path / "a.txt.gz").write_bytes(packed)
+    with pytest.raises(LabError, match=r"a\.txt\.gz (is damaged|cannot be read)"):
+        prepare(str(tmp_path / "a.txt.gz"), tmp_path / "out", tokenizer="bytes")
     assert not (tmp_path / "out").exists()
 
 

@@ -225,6 +225,8 @@ def item(**fields: Any) -> dict[str, Any]:
         ("piqa", item(choices=["a"]), "choices must be two or more texts"),
         ("piqa", item(choices=["a", ""]), "choices must be two or more texts"),
         ("piqa", item(choices=["a", 3]), "choices must be two or more texts"),
+        ("piqa", "[" * 100_000, "no JSON"),
+        ("commonsense_qa", item(choices=list("abcdefghijklmnopqrstuvwxyz+")), "27 choices"),
         ("boolq", item(), "it has no 'passage'"),
         ("mmlu", item(), "it has no 'subject'"),
         ("winogrande", item(), r"has a blank \(_\)"),
@@ -242,6 +244,20 @@ def test_a_bad_item_is_named_by_file_and_line(
     path = write(tmp_path / f"{name}.jsonl", good, "", record)
     with pytest.raises(LabError, match=rf"{name}\.jsonl, line 3: .*{message}"):
         read_task(name, path)
+
+
+def test_a_last_word_has_no_label(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.jsonl", {"query": "a", "target": " b", "label": 0})
+    task = read_task("mine", path)
+    assert [own.label for own in task.items] == [None]
+    found = result(task, [Score(-2000.0, False)])
+    assert found.perplexity is not None
+    assert np.isfinite(found.perplexity[0])
+
+
+def test_many_choices_have_letters(tmp_path: Path) -> None:
+    path = write(tmp_path / "commonsense_qa.jsonl", item(choices=list("abcdefghijkl")))
+    assert len(read_task("commonsense_qa", path).items[0].pairs) == 12
 
 
 def test_files_are_found_by_task_and_split(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import queue
 import signal
 import subprocess
@@ -141,6 +142,9 @@ def test_a_run_that_fails_leaves_its_traceback(
         (["--jobs", "-1"], "--jobs must be 1 or more"),
         (["--optimizers"], "at least one optimizer"),
         (["--rates", "nan"], "rates above 0"),
+        (["--optimizers", "adamw@inf"], "a rate must be above 0 and finite"),
+        (["--loop.epochs", "inf"], "loop.epochs must be above 0"),
+        (["--optimizers", "muonn"], "did you mean muon?"),
         (["--optimizers", "adamw", "adamw"], "asked for twice"),
         (["--loop.seed", "-1"], "loop.seed must be 0"),
     ],
@@ -246,6 +250,28 @@ def test_a_race_is_stopped_and_goes_on(tmp_path: Path) -> None:
     again.send_signal(signal.SIGTERM)
     again.communicate(timeout=60)
     assert resumed.count("resumed") == 2
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_leaves_nobody_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes before the workers have been told of the first."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workers, "check", interrupted)
+    monkeypatch.setattr(pool.Board, "say", interrupted)
+    work = [pool.Job(f"r{i}", run(tmp_path / f"r{i}", steps=1_000_000)) for i in range(2)]
+    before = set(multiprocessing.active_children())
+    with pytest.raises(KeyboardInterrupt):
+        pool.run_all(work, 2, "")
+    for _ in range(100):
+        if set(multiprocessing.active_children()) <= before:
+            return
+        time.sleep(0.1)
+    pytest.fail("workers are left")
 
 
 @pytest.mark.slow

@@ -240,7 +240,14 @@ def test_of_equal_runs_the_newest_counts(tmp_path: Path) -> None:
     run(tmp_path / "b", "adamw", 0, {0: 5.0, 400: 2.0}, time="2026-01-01")
     summary = summarise(load([tmp_path]))
     assert summary.entries[0].scores == {0: 3.0}
-    assert any("only the newest counts" in warning for warning in summary.warnings)
+    assert any("the newest that ended counts" in warning for warning in summary.warnings)
+
+
+def test_a_run_that_was_stopped_does_not_replace_one_that_ended(tmp_path: Path) -> None:
+    run(tmp_path / "a", "adamw", 0, {0: 5.0, 400: 3.0}, time="2026-01-01")
+    logs.run(tmp_path / "b", "adamw", upto=200, status="stopped")
+    (entry,) = summarise(load([tmp_path])).entries
+    assert entry.scores == {0: 3.0}
 
 
 def test_runs_under_way_are_shown_but_not_ranked(tmp_path: Path) -> None:

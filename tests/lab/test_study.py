@@ -165,15 +165,48 @@ def test_runs_are_known_by_the_whole_configuration() -> None:
     config = fingerprint._hash(study.common())
     here = {**others[-1].fingerprint, "config": config}
     assert config != others[-1].fingerprint["config"]
-    found = fingerprint.shared(study, known, others, there, here)
+    declared = fingerprint.equivalents(there)
+    found = fingerprint.shared(study, known, others, declared, here)
     assert {r.arm for r in found} == {"AdamW, 64k", "MARS-AdamW, 64k"}
     labels = {"AdamW, 64k": "AdamW", "MARS-AdamW, 64k": "MARS-AdamW (.9, .95)"}
     curves = {(r.arm, r.lr, r.seed): r.curve for r in others}
     assert all(r.curve == curves[labels[r.arm], r.lr, r.seed] for r in found)
     fingerprint.check(study, found, there, here)
-    assert not fingerprint.shared(study, [], others, there, here)
+    assert not fingerprint.shared(study, [], others, declared, here)
     elsewhere = {**here, "data": "other"}
-    assert not fingerprint.shared(study, known, others, there, elsewhere)
+    assert not fingerprint.shared(study, known, others, declared, elsewhere)
+    assert not fingerprint.shared(study, known, others, [], {**here, "code": "1a06bf6656de"})
+    config = {"part": "config", "same": ["cccc", others[-1].fingerprint["config"]], "reason": "x"}
+    old = [replace(r, fingerprint={**r.fingerprint, "config": "cccc"}) for r in others]
+    assert not fingerprint.shared(study, known, old, declared, here)
+    assert len(fingerprint.shared(study, known, old, [*declared, config], here)) == len(found)
+
+
+def test_what_is_declared_in_two_steps_is_the_same() -> None:
+    entries = [
+        {"part": "code", "same": ["aaaa", "bbbb"], "reason": "x"},
+        {"part": "code", "same": ["bbbb", "cccc"], "reason": "y"},
+        {"part": "data", "same": ["aaaa", "dddd"], "reason": "z"},
+    ]
+    same = {fingerprint._canonical("code", value, entries) for value in ("aaaa1", "bbbb", "cccc")}
+    assert same == {"aaaa"}
+    assert fingerprint._canonical("code", "dddd", entries) == "dddd"
+
+
+def test_what_the_other_declares_comes_along(tmp_path: Path) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    study = quick()
+    for path in (there, here):
+        path.mkdir()
+    own = result(study, "AdamW", 1e-2, 0, 3.0)
+    now = {**own.fingerprint, "config": fingerprint._hash(study.common()), "code": "eeee"}
+    Results(there).add([replace(own, fingerprint={**now, "code": "0123456789ab"})])
+    entry = {"part": "code", "same": ["0123456789ab", "eeee"], "reason": "a comment"}
+    (there / "equivalents.json").write_text(json.dumps([entry]))
+    command._take(study, Results(here), (str(there),), now)
+    assert [r.key for r in Results(here).read()] == [own.key]
+    assert json.loads((here / "equivalents.json").read_text()) == [entry]
+    fingerprint.check(study, Results(here).read(), here, now)
 
 
 def renamed() -> Study:

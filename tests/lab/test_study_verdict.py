@@ -21,6 +21,7 @@ from mars.lab.study.judge import Judged, judge, seeds_needed
 from mars.lab.study.page import write
 from mars.lab.study.questions import STUDIES, find
 from mars.lab.study.results import Results
+from mars.lab.study.templates import sized
 from mars.lab.study.times import Time
 from mars.lab.study.verdict import markdown, sentence, terminal, verdict
 
@@ -369,6 +370,12 @@ def test_arms_of_other_batch_sizes_have_pages_of_their_own(tmp_path: Path) -> No
     known = [result(of, arm.label, arm.lr, 0, 3.0) for arm in of.arms]
     names = {page.name for page in write(verdict(of, known), tmp_path)}
     assert names == {"report-batch16.html", "report-batch128.html"}
+    longer = replace(of.arms[0], label="longer", changes=sized(16, 320))
+    claim = Comparison(arm="longer", baseline=of.arms[0].label, claim=Claim(kind="lower"))
+    of = replace(of, arms=(*of.arms, longer), comparisons=(*of.comparisons, claim))
+    known = [result(of, arm.label, arm.lr, 0, 3.0) for arm in of.arms]
+    names = {page.name for page in write(verdict(of, known), tmp_path)}
+    assert {"report-batch16-steps160.html", "report-batch16-steps320.html"} <= names
 
 
 @pytest.mark.parametrize("name", STUDIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import inspect
 import sys
@@ -137,9 +138,11 @@ def _dotted(name: str) -> Entry:
     """A class of the user's, as ``package.module:Class``."""
     module, colon, attribute = name.partition(":")
     if not colon:
+        near = difflib.get_close_matches(name, REGISTRY, 1)
+        meant = f"did you mean {near[0]}? " if near else ""
         known = ", ".join(sorted(REGISTRY))
         raise LabError(
-            f"unknown optimizer {name!r}; known: {known}; your own: package.module:Class"
+            f"unknown optimizer {name!r}; {meant}known: {known}; your own: package.module:Class"
         )
     if (here := str(Path.cwd())) not in sys.path:  # as `python -m` has it
         sys.path.insert(0, here)

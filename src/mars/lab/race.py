@@ -107,6 +107,8 @@ def _entrant(text: str, base: Run, asked: Asked) -> Run:
     if not rate:
         return own
     try:
+        if not 0 < float(rate) < math.inf:
+            raise LabError(f"{text!r}: a rate must be above 0 and finite")
         return _at_rate(own, float(rate))
     except ValueError:
         raise LabError(f"{text!r} is no NAME@RATE: {rate!r} is no number") from None

@@ -129,7 +129,7 @@ class Search:
         """Run trials until there are enough; False if somebody stopped it."""
         self.findings.write(self.study)
         stopped = False
-        with workers.terminable(), self._executor() as pool:
+        with workers.terminable(), self._executor() as pool, workers.guarded(pool):
             seen: set[Any] = set()
             try:
                 while self._fill(pool, stopped):

@@ -115,6 +115,18 @@ def check(seen: set[Any]) -> None:
     seen |= alive
 
 
+@contextmanager
+def guarded(pool: Executor) -> Iterator[None]:
+    """Whatever goes wrong meanwhile, nobody is left training: a second Ctrl-C, say, anywhere."""
+    try:
+        yield
+    except BaseException:
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+
+
 def stop(pool: Executor) -> None:
     """Have runs in progress saved, and wait for that."""
     for worker in multiprocessing.active_children():

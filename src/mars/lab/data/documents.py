@@ -11,6 +11,7 @@ import glob
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,8 @@ class LocalDocuments:
             raise LabError(f"{path} cannot be read: {error.strerror or error}") from error
         except EOFError as error:
             raise LabError(f"{path} is cut short") from error
+        except zlib.error as error:
+            raise LabError(f"{path} is damaged: {error}") from error
         except UnicodeDecodeError as error:
             raise LabError(f"{path} is not UTF-8 text ({error.reason})") from error
 
@@ -195,7 +198,7 @@ def _lines(path: Path, field: str, skip: int) -> Iterator[Piece]:
                 continue
             try:
                 record = json.loads(line) if line.strip() else {field: ""}
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise LabError(f"{path}, line {number}: not JSON ({error})") from error
             yield Piece(text_of(record, field, f"{path}, line {number}"))
 

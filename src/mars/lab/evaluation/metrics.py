@@ -20,6 +20,7 @@ from mars.lab.evaluation.scoring import Score
 from mars.lab.evaluation.tasks import Task
 
 Values = npt.NDArray[np.float64]
+LARGEST = 709.0  # of which a float has the exponential
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Result:
         """With its standard error."""
         if "loglikelihood" not in self.values:
             return None
-        value = math.exp(-self.mean("loglikelihood"))
+        value = math.exp(min(-self.mean("loglikelihood"), LARGEST))
         error = self.error("loglikelihood")
         return value, None if error is None else value * error
 
@@ -71,7 +72,7 @@ def _values(own: Sequence[Score], label: int | None, lengths: list[int]) -> dict
         return {"acc": float(own[0].greedy), "loglikelihood": float(logs[0])}
     return {
         "acc": float(logs.argmax() == label),
-        "acc_norm": float((logs / np.array(lengths)).argmax() == label),
+        "acc_norm": float((logs / np.maximum(1, lengths)).argmax() == label),
     }
 
 

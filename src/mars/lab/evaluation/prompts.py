@@ -13,7 +13,7 @@ from typing import Any, Literal
 Pair = tuple[str, str]
 Record = dict[str, Any]
 
-LETTERS = "ABCDEFGHIJ"
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _BRACKETS = re.compile(r"\[.*?\]")
 _END_OF_SENTENCE = re.compile(r"[.!?:][\"')]*( +|$)")
 

@@ -18,6 +18,7 @@ from mars.lab.errors import LabError
 from mars.lab.evaluation.prompts import (
     ALIASES,
     LAST_WORD,
+    LETTERS,
     PLAIN,
     PROMPTS,
     USUAL,
@@ -144,7 +145,8 @@ def read_task(name: str, path: Path, limit: int | None = None) -> Task:
         group = str(record[prompt.group]) if prompt.group else ""
         counts[group] += 1
         if limit is None or counts[group] <= limit:
-            items.append(Item(prompt.pairs(record), record.get("label"), group))
+            label = record["label"] if "label" in prompt.fields else None
+            items.append(Item(prompt.pairs(record), label, group))
     if prompt is None or not items:
         raise LabError(f"{path} has no items")
     return Task(name, prompt.metric, items, str(path))
@@ -153,7 +155,7 @@ def read_task(name: str, path: Path, limit: int | None = None) -> Task:
 def _record(line: str, where: str) -> Record:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LabError(f"{where}: no JSON ({error})") from None
     if not isinstance(record, dict):
         raise LabError(f"{where}: an item must be an object")
@@ -174,6 +176,8 @@ def _check(r: Record, prompt: Prompt, name: str, where: str) -> None:
     choices = r["choices"]
     if len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
         raise LabError(f"{where}: choices must be two or more texts, not {choices!r}")
+    if len(choices) > len(LETTERS):
+        raise LabError(f"{where}: {len(choices)} choices are more than there are letters")
     if not 0 <= r["label"] < len(choices):
         raise LabError(f"{where}: label is {r['label']}, but there are {len(choices)} choices")
     if name == "winogrande" and "_" not in r["query"]:

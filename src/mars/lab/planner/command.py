@@ -93,10 +93,9 @@ def job_of(name: str, args: PlanArgs) -> Job:
     if args.context is not None:
         if args.context < 1:
             raise LabError(f"--context must be above 0, it is {args.context}")
-        run = model.run.replace(model={"block_size": args.context})
-        model = dataclasses.replace(model, run=run)
+        model = models.at_context(model, args.context)
     cluster = check(Cluster(find_gpu(args.gpu), args.gpus, args.nodes_of, args.strategy))
-    batch = args.batch or max(model.run.loop.batch_size, args.gpus)
+    batch = max(model.run.loop.batch_size, args.gpus) if args.batch is None else args.batch
     if batch < 1:
         raise LabError(f"--batch must be above 0, it is {args.batch}")
     micro = args.micro_batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -105,6 +105,12 @@ def find(name: str) -> Model:
     near = difflib.get_close_matches(name, KNOWN, 1)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(KNOWN)}"
     raise LabError(f"unknown model {name!r}: {hint}")
+
+
+def at_context(model: Model, tokens: int) -> Model:
+    """The same with sequences of so many tokens; a GPT has a table of their positions."""
+    run = model.run.replace(model={"block_size": tokens})
+    return replace(model, run=run) if model.name in LLAMAS else of_run(run, model.name)
 
 
 def of_run(run: Run, name: str) -> Model:

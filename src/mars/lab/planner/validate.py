@@ -192,11 +192,11 @@ def of_cost(content: dict[str, Any]) -> Iterator[Compared]:
 
 def job_of_cost(row: dict[str, Any], gpu: Gpu) -> Job:
     """One micro-batch on one GPU."""
-    model, micro = models.find(row["model"]), row["micro_batch"]
-    run = model.run.replace(model={"block_size": row["tokens"] // micro})
+    micro = row["micro_batch"]
+    model = models.at_context(models.find(row["model"]), row["tokens"] // micro)
     setting = Setting({"float32": 4, "bfloat16": 2}[row["params"]], row["state"])
     cluster = Cluster(gpu, 1, 1, "ddp")
-    return Job(replace(model, run=run), cluster, micro, micro, setting)
+    return Job(model, cluster, micro, micro, setting)
 
 
 def _processes(content: dict[str, Any]) -> Iterator[Compared]:

@@ -66,6 +66,8 @@ def find(name: str) -> Recipe:
         return RECIPES[name]
     near = difflib.get_close_matches(name, RECIPES, 1)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(RECIPES)}"
+    if "/" in name:
+        hint = f"and there is no such directory; {hint}"
     raise LabError(f"unknown recipe {name!r}: {hint}")
 
 

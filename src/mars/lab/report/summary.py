@@ -171,16 +171,16 @@ def describe(run: RunLog) -> str:
 
 
 def _newest(label: str, members: Sequence[RunLog]) -> tuple[list[RunLog], list[str]]:
-    """One run a rate and seed: of equal ones the newest."""
+    """One run a rate and seed: of equal ones the newest that has ended, else the newest."""
     groups: dict[tuple[float, int], list[RunLog]] = defaultdict(list)
     for run in members:
         groups[run.lr, run.seed].append(run)
     warnings = []
     for (lr, seed), same in groups.items():
-        same.sort(key=lambda run: str(run.header.get("time")))
+        same.sort(key=lambda r: (r.status in ("done", "diverged"), str(r.header.get("time"))))
         if len(same) > 1:
             warnings.append(
-                f"{label}, lr {lr:g}, seed {seed}: {len(same)} runs; only the newest counts"
+                f"{label}, lr {lr:g}, seed {seed}: {len(same)} runs; the newest that ended counts"
             )
     return [same[-1] for same in groups.values()], warnings
 

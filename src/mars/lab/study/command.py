@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import shlex
 import sys
@@ -120,11 +121,17 @@ def go_on(name: str, args: StudyArgs, command: str) -> int:
 def _take(study: Study, file: Results, others: tuple[str, ...], here: dict[str, str]) -> None:
     """Add what other studies have of this one."""
     studies = [make() for make in STUDIES.values()] if others else []
+    directory = file.path.parent
     for other in others:
         known = {result.key for result in file.read()}
         theirs = Results(Path(other)).read()
-        own = fingerprint.shared(study, studies, theirs, file.path.parent, here)
+        ours, more = (fingerprint.equivalents(path) for path in (directory, Path(other)))
+        declared = [*ours, *(entry for entry in more if entry not in ours)]
+        own = fingerprint.shared(study, studies, theirs, declared, here)
         new = [result for result in own if result.key not in known]
+        if new and declared != ours:  # what makes theirs the same must be known here, too
+            text = json.dumps(declared, indent=1, ensure_ascii=False) + "\n"
+            write_atomically(directory / fingerprint.EQUIVALENTS, text.encode())
         file.add(new)
         sys.stderr.write(f"{other}: {len(new)} of its runs are runs of {study.name} too\n")
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,19 @@ def equivalents(directory: Path) -> list[dict[str, Any]]:
 
 
 def _canonical(part: str, value: str, declared: Sequence[dict[str, Any]]) -> str:
-    """The first of the values that this one is declared to be the same as."""
+    """The first of the values that this one is declared to be the same as, in one entry or more."""
+    groups: list[list[str]] = []
     for entry in declared:
-        if entry["part"] == part and any(value.startswith(v) for v in entry["same"] if v):
-            return str(entry["same"][0])
-    return value
+        own = [v for v in entry["same"] if v] if entry["part"] == part else []
+        near = [g for g in groups if any(_alike(a, b) for a in g for b in own)]
+        groups = [g for g in groups if g not in near] + [[*chain(*near), *own]]
+    found = (g[0] for g in groups if any(value.startswith(v) for v in g))
+    return next(found, value)
+
+
+def _alike(a: str, b: str) -> bool:
+    """Whether one is the beginning of the other: hashes may be given in part."""
+    return a.startswith(b) or b.startswith(a)
 
 
 def check(
@@ -146,18 +155,19 @@ def first_difference(
 
 
 def shared(
-    study: Study, known: Sequence[Study], others: Sequence[Result], directory: Path,
-    here: dict[str, str],
+    study: Study, known: Sequence[Study], others: Sequence[Result],
+    declared: Sequence[dict[str, Any]], here: dict[str, str],
 ) -> list[Result]:  # fmt: skip
     """Of another study's results, those that are runs of this one too, under this one's labels.
 
     What one study varies may be the same for all in the other: if theirs is among ``known``, whole
-    configurations are compared.
+    configurations are compared. ``declared`` are `equivalents`, of theirs and ours.
     """
-    declared = equivalents(directory)
     ours = {_hash(study.whole(arm)): arm for arm in study.arms}
     theirs = {
-        (_hash(other.common()), of_arm(other, arm)): ours.get(_hash(other.whole(arm)))
+        (_canonical("config", _hash(other.common()), declared), of_arm(other, arm)): ours.get(
+            _hash(other.whole(arm))
+        )
         for other in (*known, study)
         for arm in other.arms
     }
@@ -172,7 +182,8 @@ def shared(
     found = []
     for result in others:
         made = result.fingerprint
-        arm = theirs.get((made.get("config", ""), made.get("arm", "")))
+        config = _canonical("config", made.get("config", ""), declared)
+        arm = theirs.get((config, made.get("arm", "")))
         if arm is not None and same({**made, "config": here["config"]}):
             own = {**made, "config": here["config"], "arm": of_arm(study, arm)}
             found.append(dataclasses.replace(result, arm=arm.label, fingerprint=own))

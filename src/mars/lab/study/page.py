@@ -29,8 +29,10 @@ def write(v: Verdict, directory: Path) -> list[Path]:
         run = v.study.run(arm)
         groups[run.loop.batch_size, run.loop.steps].append(arm.label)
     written = []
-    for (batch, _), labels in groups.items():
-        name = "report.html" if len(groups) == 1 else f"report-batch{batch}.html"
+    batches = [batch for batch, _ in groups]
+    for (batch, steps), labels in groups.items():
+        more = f"-steps{steps}" if batches.count(batch) > 1 else ""
+        name = "report.html" if len(groups) == 1 else f"report-batch{batch}{more}.html"
         page = _page(v, labels, directory / name)
         written += [page] if page is not None else []
     return written

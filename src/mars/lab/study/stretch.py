@@ -83,25 +83,30 @@ class Stretch:
         records = context.Queue()
         with workers.terminable(), Display(self.deadline) as self.display:
             pool = ProcessPoolExecutor(self.most, context, worker.begin, (records,))
-            seen: set[Any] = set()
-            interrupted = False
-            try:
-                while self._fill(pool) and not self._late():
-                    for future in wait(self.active, 0.3, FIRST_COMPLETED).done:
-                        self._end(self.active.pop(future), future.result())
-                    self._drain(records)
-                    workers.check(seen)
-            except KeyboardInterrupt:
-                interrupted = True
-            except BrokenProcessPool as error:
-                workers.stop(pool)
-                raise LabError("a worker died (memory?); the same command goes on") from error
-            except BaseException:  # a full disk, say: nobody is left training
-                workers.stop(pool)
-                raise
-            self._stop(pool, "stopping" if interrupted else "the time is up")
+            with workers.guarded(pool):
+                interrupted = self._run(pool, records)
+                self._stop(pool, "stopping" if interrupted else "the time is up")
             failed = {f"{arm} lr {lr:g}": text for (arm, lr, _), text in self.failed.items()}
             return None if interrupted else failed
+
+    def _run(self, pool: ProcessPoolExecutor, records: Any) -> bool:
+        """Whether it was interrupted."""
+        seen: set[Any] = set()
+        try:
+            while self._fill(pool) and not self._late():
+                for future in wait(self.active, 0.3, FIRST_COMPLETED).done:
+                    self._end(self.active.pop(future), future.result())
+                self._drain(records)
+                workers.check(seen)
+        except KeyboardInterrupt:
+            return True
+        except BrokenProcessPool as error:
+            workers.stop(pool)
+            raise LabError("a worker died (memory?); the same command goes on") from error
+        except BaseException:  # a full disk, say: nobody is left training
+            workers.stop(pool)
+            raise
+        return False
 
     def _late(self) -> bool:
         return self.deadline is not None and time.monotonic() >= self.deadline

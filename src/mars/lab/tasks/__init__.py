@@ -6,6 +6,7 @@ import functools
 import math
 
 from mars.lab.config import AnyRun, Data, ImageData, ImageModel, Model, Run
+from mars.lab.errors import LabError
 from mars.lab.tasks.base import Batch, Source, Task
 from mars.lab.tasks.images import Vision
 from mars.lab.tasks.language import Language
@@ -23,6 +24,8 @@ def with_steps(run: AnyRun) -> AnyRun:
     if run.loop.epochs is None:
         return run
     epochs = run.loop.epochs
+    if not 0 < epochs < math.inf:
+        raise LabError(f"loop.epochs must be above 0, it is {epochs:g}")
     steps = math.ceil(epochs * _epoch_rows(run.model, run.data) / run.loop.batch_size - 1e-6)
     return run.replace(loop={"steps": max(1, steps), "epochs": epochs})
 
