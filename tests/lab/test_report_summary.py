@@ -243,6 +243,14 @@ def test_of_equal_runs_the_newest_counts(tmp_path: Path) -> None:
     assert any("the newest that ended counts" in warning for warning in summary.warnings)
 
 
+def test_a_difference_over_some_of_the_seeds_is_told(tmp_path: Path) -> None:
+    run(tmp_path / "a", "adamw", 1, {0: 5.0, 400: 3.0})
+    for seed, loss in ((0, 2.0), (1, 3.1)):
+        run(tmp_path / f"m{seed}", "muon", seed, {0: 5.0, 400: loss})
+    found = summarise(load([tmp_path]))
+    assert "Muon: its difference to AdamW is over 1 of 2 seeds, which both have" in found.warnings
+
+
 def test_a_run_that_was_stopped_does_not_replace_one_that_ended(tmp_path: Path) -> None:
     run(tmp_path / "a", "adamw", 0, {0: 5.0, 400: 3.0}, time="2026-01-01")
     logs.run(tmp_path / "b", "adamw", upto=200, status="stopped")

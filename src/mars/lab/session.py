@@ -269,12 +269,9 @@ class Session:
 
     def _observe(self) -> None:
         t, every = self.t, self._diagnose_every
-        # Too often, and there would be no ordinary steps to time; one step has no variance.
-        if (
-            self.diagnosis
-            or every < 2 * DIAGNOSED
-            or not every - DIAGNOSED <= t.step % every < every - 1
-        ):
+        # Too often, and there would be no ordinary steps to time. All of them or none: what a stop
+        # has cut short would say something else.
+        if self.diagnosis or every < 2 * DIAGNOSED or t.step % every != every - DIAGNOSED:
             return
         if isinstance(t.optimizer, mars.MARS):
             t.clock.stop()

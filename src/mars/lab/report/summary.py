@@ -291,6 +291,10 @@ def _general(entries: Sequence[Entry], base: Entry | None, asked: str) -> list[s
         warnings.append(f"no run of the baseline, {asked}: differences are not shown")
     elif base is not None and base.score is None:
         warnings.append(f"the baseline, {base.label}, has no finished run to compare with")
+    for e in entries:
+        if base and e.difference and e.score and e.difference.n < e.score.n:
+            pairs = f"{e.difference.n} of {e.score.n} seeds, which both have"
+            warnings.append(f"{e.label}: its difference to {base.label} is over {pairs}")
     told = [run.header.get("hardware") for e in entries for run in e.runs]
     known = [machine for machine in told if isinstance(machine, dict)]
     machines = {str({**machine, "threads": None}) for machine in known}
