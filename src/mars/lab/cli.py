@@ -87,9 +87,14 @@ def _train(words: list[str]) -> int:
 
 
 def _data(words: list[str]) -> int:
-    from mars.lab.arguments import parse
+    from mars.lab.arguments import UsageError, parse
     from mars.lab.data.command import DataArgs, data_command
 
+    if not words:
+        raise UsageError(
+            "mars data needs a source: a file, directory or glob of text, openwebtext, "
+            "fineweb-edu, cifar10 or others; see mars data --help"
+        )
     about = (
         "Turn text into shards of tokens, or images into arrays, with a manifest of checksums; an "
         "interrupted run goes on."

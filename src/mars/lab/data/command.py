@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from mars.lab.data.manifest import Manifest, verify
 from mars.lab.data.preparation import prepare
 from mars.lab.errors import LabError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,9 @@ def data_command(args: DataArgs) -> None:
         console.print(f"{args.source}: {_summary(manifest)}; every sha256 is right", soft_wrap=True)
         return
     out = args.out or Path("data") / default_name(args.source)
-    manifest = _with_progress(args, out, console)
-    console.print(f"{out}: {_summary(manifest)}", soft_wrap=True)
+    manifest, new = _with_progress(args, out, console)
+    there = "" if new else "prepared before, "
+    console.print(f"{out}: {there}{_summary(manifest)}", soft_wrap=True)
 
 
 def _refuse_words_of_text(args: DataArgs) -> None:
@@ -92,7 +96,8 @@ def default_name(source: str) -> str:
     return name
 
 
-def _with_progress(args: DataArgs, out: Path, console: object) -> Manifest:
+def _with_progress(args: DataArgs, out: Path, console: Console) -> tuple[Manifest, bool]:
+    """The manifest, and whether anything was left to do."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (
@@ -102,15 +107,19 @@ def _with_progress(args: DataArgs, out: Path, console: object) -> Manifest:
         TextColumn("{task.fields[rate]}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as bar:  # type: ignore[arg-type]
-        task = bar.add_task(str(out), total=None, documents=0, rate="")
+    # Where nothing is done, nothing is shown: transient until there is something.
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(str(out), total=None, documents=0, rate="", visible=False)
 
         def show(documents: int, tokens: int) -> None:
             speed = bar.tasks[0].speed
             rate = f"{speed / 1e6:.2f}M tokens/s" if speed else ""
-            bar.update(task, completed=tokens, documents=documents, rate=rate)
+            bar.update(task, completed=tokens, documents=documents, rate=rate, visible=True)
+            bar.live.transient = False
 
-        return prepare(
+        made = prepare(
             args.source,
             out,
             tokenizer=args.tokenizer,
@@ -121,11 +130,12 @@ def _with_progress(args: DataArgs, out: Path, console: object) -> Manifest:
             text_field=args.text_field,
             progress=show,
         )
+        return made, bar.tasks[0].visible
 
 
 def _summary(manifest: Manifest) -> str:
     parts = [
-        f"{manifest.tokens(split):,} {split} tokens in {len(manifest.shards[split])} shards"
-        for split in manifest.shards
+        f"{manifest.tokens(split):,} {split} tokens in {len(own)} shard" + "s" * (len(own) != 1)
+        for split, own in manifest.shards.items()
     ]
     return f"{manifest.documents:,} documents, {', '.join(parts)}, tokenizer {manifest.tokenizer}"
