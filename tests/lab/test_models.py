@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import runpy
+import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -381,3 +382,8 @@ def test_the_speed_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert all(row["tokens_per_second"] > 0 for row in result["rows"])
     assert result["rows"][0]["ratio"] == 1.0
     assert result["rows"][0]["mfu"] is None
+
+
+def test_the_compiler_is_not_imported_by_who_does_not_compile() -> None:
+    told = "import sys, mars.lab.models; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", told], check=True)

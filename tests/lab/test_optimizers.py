@@ -117,7 +117,7 @@ def test_your_own() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"name": "adamm"}, "unknown optimizer 'adamm'; known: adamw"),
+        ({"name": "adamm"}, "unknown optimizer 'adamm'; did you mean adamw? known: adamw"),
         ({"name": "no.such.module:X"}, "cannot be imported: No module named 'no'"),
         ({"name": "math:sqrt"}, "'math:sqrt' is no torch.optim.Optimizer"),
         ({"name": "adamw", "gamma": 0.1}, "optimizer.gamma is no option of adamw"),

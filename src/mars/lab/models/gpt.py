@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn import functional as F
 
 from mars.lab.dtensors import fill
@@ -81,7 +82,7 @@ class Attention(nn.Module):
         return linear(y_BHTE.transpose(1, 2).flatten(2), self.c_proj)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_dynamo  # torch.compiler.disable would import the compiler here and now
 def _uncompiled(attention: Attention, x_BTD: Tensor) -> Tensor:
     """To the compiler a scale is a constant: it would compile every block anew, and after eight
     give up on the others. All that is in here is kernels that it could only call as well.
@@ -118,7 +119,8 @@ class Block(nn.Module):
         drops = self.training and self.dropout > 0
         norm = plain_add_norm if drops else add_norm
         x_BTD, h_BTD = norm(x_BTD, y_BTD, self.ln_1)
-        y_BTD = _uncompiled(self.attn, h_BTD) if self.attn.own_scale else self.attn(h_BTD)
+        apart = self.attn.own_scale and torch.compiler.is_compiling()
+        y_BTD = _uncompiled(self.attn, h_BTD) if apart else self.attn(h_BTD)
         if drops:
             y_BTD = F.dropout(y_BTD, self.dropout)
         x_BTD, h_BTD = norm(x_BTD, y_BTD, self.ln_2)
