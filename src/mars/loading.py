@@ -141,7 +141,8 @@ def _completed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, An
     """A saved group with the options of ours that it does not know: another optimizer saved it."""
     kept = {name: value for name, value in own.items() if name not in ("params", "param_names")}
     whole = {**kept, **saved}
-    if "base_lr" not in saved and whole["mars_type"] == "plain-adamw" and "lr" in saved:
+    foreign = "lr" in saved and not {"base_lr", "lr_1d"} & saved.keys()
+    if foreign and whole["mars_type"] == "plain-adamw":
         check_values(whole)
         whole["lr_1d"] = whole["base_lr"] = as_float(whole["lr"])  # AdamW's, whose rate is lr
     return whole
