@@ -132,8 +132,8 @@ class Site:
         """Record the passes, which are the same for all that train these weights."""
         passes = everyone[0].passes
         if self.replayed is None:
-            model = self.model(str(next(everyone[0].model.parameters()).dtype)[6:])
-            self.replayed = Graphs(lambda *batch: passes(batch), model.parameters())
+            parameters = everyone[0].model.parameters()
+            self.replayed = Graphs(lambda *batch: passes(batch), parameters)
             for _ in range(WARM + 1):
                 everyone[0].optimizer.zero_grad()
                 self.replayed(self.batch, True)

@@ -73,7 +73,7 @@ def page(found: dict[str, Any]) -> list[tuple[str, ...]]:
             cells.append((row["size"], f"{name}: {row['status']}", *["–"] * (len(PAGE) - 2)))
             continue
         planned = row["status"] == "predicted"
-        if (how := kept({**row, "status": "measured"})) != "fp32":
+        if (how := kept(row)) != "fp32":
             name += f", {how}"
         to_adamw = row["adamw"] and ratios(row, row["adamw"], row["tokens"])
         sign = "≈ " if planned else ""
@@ -139,6 +139,7 @@ def _row(row: dict[str, Any], errors: dict[tuple[str, str, str], float]) -> tupl
             why = f"does not fit (needs {row['needs_bytes'] / 1e9:.0f} GB)"
         return (row["size"], label, why, *["–"] * (len(HEAD) - 3))
     batch = f"{row['micro_batch']} × {row['tokens'] // row['micro_batch']}"
+    how = f"predicted for {row['gpu']}: " if row["status"] == "predicted" else ""
     to_adamw = row["adamw"] and ratios(row, row["adamw"], row["tokens"])
     figures = {}
     for name, (quantity, unit) in UNITS.items():
@@ -148,7 +149,7 @@ def _row(row: dict[str, Any], errors: dict[tuple[str, str, str], float]) -> tupl
             error = None if slower is None else 1 / (1 + slower) - 1
         figures[name] = _figure(row, row[name], unit, error)
     return (
-        row["size"], label, kept(row), batch, figures["optimizer_ms"],
+        row["size"], label, how + kept(row), batch, figures["optimizer_ms"],
         _ratio(to_adamw, "optimizer_ms"), figures["tokens_per_second"],
         _ratio(to_adamw, "tokens_per_second"), _ratio(to_adamw, "accumulated"),
         figures["peak_bytes"], figures["state_bytes"],
@@ -161,8 +162,7 @@ def kept(row: dict[str, Any]) -> str:
     if weights and not OPTIMIZERS[row["optimizer"]].torch:
         weights += " and low halves"
     state = {"float32": "fp32", "bfloat16": "bf16 state", "8bit": "8-bit state"}[row["state"]]
-    said = ", ".join(filter(None, (weights, state)))
-    return f"predicted for {row['gpu']}: {said}" if row["status"] == "predicted" else said
+    return ", ".join(filter(None, (weights, state)))
 
 
 def _ratio(to_adamw: dict[str, float] | None, name: str) -> str:

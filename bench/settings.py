@@ -95,6 +95,11 @@ def of_study(study: Study, results: Sequence[Result], source: str) -> Iterator[S
         )
 
 
+def _runs(s: Setting) -> tuple[Any, ...]:
+    """What two entries share that are of the same runs."""
+    return str(s.optimizer), s.recipe, s.seen, s.batch, s.loss
+
+
 def collect(root: Path) -> list[Setting]:
     """Every entry there is, small models first; runs that a study took from another, once."""
     found: list[Setting] = []
@@ -103,12 +108,9 @@ def collect(root: Path) -> list[Setting]:
     for path in sorted((root / "docs/results").glob("*/results.jsonl")):
         study, results = questions.find(path.parent.name), Results(path.parent).read()
         fingerprint.check(study, results, path.parent)
-        every = {(str(s.optimizer), s.recipe, s.seen, s.batch, s.loss) for s in found}
-        found += [
-            s
-            for s in of_study(study, results, path.relative_to(root).as_posix())
-            if (str(s.optimizer), s.recipe, s.seen, s.batch, s.loss) not in every
-        ]
+        known = set(map(_runs, found))
+        own = of_study(study, results, path.relative_to(root).as_posix())
+        found += [s for s in own if _runs(s) not in known]
     return sorted(found, key=lambda s: (s.unit != "tokens", s.parameters, s.seen, s.source))
 
 

@@ -314,9 +314,10 @@ def test_predictions_are_within_their_bounds(compared: list[validate.Compared]) 
     for c in times:
         matrix = any(word in c.name.lower() for word in ("muon", "mars-m", "shampoo"))
         if c.where.startswith("training"):
-            # Muon of the smallest is bound by the host; what has an x is of older kernels.
-            host = c.where in ("training, 125M", "training, 355M") and matrix
-            bound = 0.25 if host else 0.07 if " x " in c.where else 0.05
+            # Launches of the smallest are bound by the host; what has an x is of older kernels.
+            host = {"training, 125M": 0.25, "training, 355M": 0.09}
+            bound = host.get(c.where, 0.05) if matrix else 0.04
+            bound = 0.07 if " x " in c.where else bound
         elif matrix:
             bound = 0.27 if c.where in host_bound else 0.18
         elif "foreach" in c.name:
@@ -330,12 +331,12 @@ def test_predictions_are_within_their_bounds(compared: list[validate.Compared]) 
     assert len(steps) >= 36
     for c in steps:
         assert abs(c.error) < (1.2 if "Muon" in c.name else 0.16), c
-    for c in rest:
+    for c in (c for c in rest if c not in steps):
         bounds = {
             "state, bytes a parameter": 0.001, "work space, MB": 0.01, "peak, GB": 0.04,
             "sent, MB": 0.001, "time of naive": 0.25, "state, GB": 0.001,
         }  # fmt: skip
-        assert abs(c.error) < bounds.get(c.quantity, 2), c
+        assert abs(c.error) < bounds.get(c.quantity, 1), c
 
 
 def test_a_wrong_model_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:

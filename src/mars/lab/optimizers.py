@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import inspect
 import sys
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 import mars
 from mars.lab.config import Optimizer
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, meant
 from mars.lab.muon import Muon
 from mars.sharding import is_sharded
 
@@ -138,12 +137,8 @@ def _dotted(name: str) -> Entry:
     """A class of the user's, as ``package.module:Class``."""
     module, colon, attribute = name.partition(":")
     if not colon:
-        near = difflib.get_close_matches(name, REGISTRY, 1)
-        meant = f"did you mean {near[0]}? " if near else ""
-        known = ", ".join(sorted(REGISTRY))
-        raise LabError(
-            f"unknown optimizer {name!r}; {meant}known: {known}; your own: package.module:Class"
-        )
+        known = f"{meant(name, REGISTRY)} known: {', '.join(sorted(REGISTRY))}".lstrip()
+        raise LabError(f"unknown optimizer {name!r}; {known}; your own: package.module:Class")
     if (here := str(Path.cwd())) not in sys.path:  # as `python -m` has it
         sys.path.insert(0, here)
     try:

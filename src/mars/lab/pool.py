@@ -81,38 +81,35 @@ def run_all(jobs: list[Job], processes: int, command: str) -> dict[str, str] | N
     """
     context = multiprocessing.get_context("spawn")
     records = context.Queue()
-    with workers.terminable(), Board(jobs, processes) as board:
-        pool = ProcessPoolExecutor(processes, context, _begin, (records,))
-        with workers.guarded(pool):
-            futures = {pool.submit(_work, job, command): job for job in jobs}
-            try:
-                seen: set[Any] = set()
-                while any(not future.done() for future in futures):
-                    _drain(records, board)
-                    _finish(futures, board)
-                    workers.check(seen)
-            except KeyboardInterrupt:
-                board.say("stopping: runs in progress are saved")
-                workers.stop(pool)
-                return None
-            except BrokenProcessPool as error:
-                workers.stop(pool)
-                raise LabError(
-                    "a worker died (memory?); the same command goes on from here"
-                ) from error
-            except BaseException:  # a lost GPU, say: nobody is left training
-                workers.stop(pool)
-                raise
-            _drain(records, board)
-            _finish(futures, board)
-            pool.shutdown()
-            if any(future.result() == "stopped" for future in futures):
-                return None
-            return {
-                job.name: future.result().removeprefix(FAILED)
-                for future, job in futures.items()
-                if future.result().startswith(FAILED)
-            }
+    pool = ProcessPoolExecutor(processes, context, _begin, (records,))
+    with workers.terminable(), Board(jobs, processes) as board, workers.guarded(pool):
+        futures = {pool.submit(_work, job, command): job for job in jobs}
+        try:
+            seen: set[Any] = set()
+            while any(not future.done() for future in futures):
+                _drain(records, board)
+                _finish(futures, board)
+                workers.check(seen)
+        except KeyboardInterrupt:
+            board.say("stopping: runs in progress are saved")
+            workers.stop(pool)
+            return None
+        except BrokenProcessPool as error:
+            workers.stop(pool)
+            raise LabError("a worker died (memory?); the same command goes on from here") from error
+        except BaseException:  # a lost GPU, say: nobody is left training
+            workers.stop(pool)
+            raise
+        _drain(records, board)
+        _finish(futures, board)
+        pool.shutdown()
+        if any(future.result() == "stopped" for future in futures):
+            return None
+        return {
+            job.name: future.result().removeprefix(FAILED)
+            for future, job in futures.items()
+            if future.result().startswith(FAILED)
+        }
 
 
 def _drain(records: Any, board: Board) -> None:

@@ -6,7 +6,6 @@ packed by gzip (.gz) or, but for .parquet, zstandard (.zst).
 
 from __future__ import annotations
 
-import difflib
 import glob
 import gzip
 import io
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from mars.lab.data.tokenizers import last_border
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, meant
 
 # What `mars data` fetches by these names: text from the Hugging Face hub, images from their makers.
 NAMED = ("openwebtext", "fineweb-edu", "cifar10", "cifar100", "tiny-imagenet")
@@ -131,8 +130,7 @@ def local_files(source: str) -> list[Path]:
     names = sorted(glob.glob(str(path), recursive=True))
     found = [Path(name) for name in names if Path(name).is_file()]
     if not found:
-        near = difflib.get_close_matches(source.lower(), NAMED, 1)
-        hint = f"did you mean {near[0]}?" if near else f"by name there are {', '.join(NAMED)}"
+        hint = meant(source, NAMED) or f"by name there are {', '.join(NAMED)}"
         raise LabError(f"no such file: {source}; {hint}, and hf:org/name[:config[:split]]")
     return found
 

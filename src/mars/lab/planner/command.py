@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import sys
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from mars.lab.arguments import UsageError
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, meant
 from mars.lab.planner import models, predict, validate, words
 from mars.lab.planner.gpus import find as find_gpu
 from mars.lab.planner.network import Cluster, check
@@ -122,8 +121,7 @@ def chosen(names: tuple[str, ...]) -> list[Optimizer]:
     """The optimizers of these names, each once."""
     for name in names:
         if name != "all" and name not in OPTIMIZERS:
-            near = difflib.get_close_matches(name, OPTIMIZERS, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known: all, {', '.join(OPTIMIZERS)}"
+            hint = meant(name, OPTIMIZERS) or f"known: all, {', '.join(OPTIMIZERS)}"
             raise LabError(f"unknown optimizer {name!r}: {hint}")
     return [o for o in OPTIMIZERS.values() if "all" in names or o.name in names]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, replace
 
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, meant
 from mars.lab.models.flops import peak_of
 
 MIB = 2**20
@@ -114,6 +113,5 @@ def find(name: str) -> Gpu:
     """The GPU of a name."""
     if name in GPUS:
         return GPUS[name]
-    near = difflib.get_close_matches(name.lower(), GPUS, 1)
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(GPUS)}"
+    hint = meant(name, GPUS) or f"known: {', '.join(GPUS)}"
     raise LabError(f"unknown GPU {name!r}: {hint}")

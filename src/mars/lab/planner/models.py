@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +15,7 @@ from mars.lab import recipes
 from mars.lab.arguments import base_run
 from mars.lab.config import Loop, Run
 from mars.lab.config import Model as Config
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, meant
 from mars.lab.hardware import activation_bytes
 from mars.lab.models import GPT
 
@@ -102,8 +101,7 @@ def find(name: str) -> Model:
         return _gpt3(name)
     if name in recipes.RECIPES or Path(name).is_dir() or name.endswith(".json"):
         return of_run(base_run(name, []), name)
-    near = difflib.get_close_matches(name, KNOWN, 1)
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(KNOWN)}"
+    hint = meant(name, KNOWN) or f"known: {', '.join(KNOWN)}"
     raise LabError(f"unknown model {name!r}: {hint}")
 
 

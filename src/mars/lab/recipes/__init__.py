@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from mars.lab.config import Run
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, meant
 from mars.lab.recipes import gpt2, small, vision
 from mars.lab.recipes.small import rates
 
@@ -64,8 +63,7 @@ def find(name: str) -> Recipe:
     """The recipe of a name."""
     if name in RECIPES:
         return RECIPES[name]
-    near = difflib.get_close_matches(name, RECIPES, 1)
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(RECIPES)}"
+    hint = meant(name, RECIPES) or f"known: {', '.join(RECIPES)}"
     if "/" in name:
         hint = f"and there is no such directory; {hint}"
     raise LabError(f"unknown recipe {name!r}: {hint}")

@@ -7,7 +7,6 @@ data and no GPU: the same questions where an answer takes minutes and means litt
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from mars.lab import recipes
 from mars.lab.config import Run
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, meant
 from mars.lab.study.definition import Arm, Study
 from mars.lab.study.templates import (
     ORIGINAL,
@@ -221,8 +220,7 @@ def find(name: str) -> Study:
     module, colon, attribute = name.partition(":")
     if not colon:
         known = [*STUDIES, "variance"]
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        hint = meant(name, known) or f"known: {', '.join(known)}"
         raise LabError(f"unknown study {name!r}: {hint}")
     if (here := str(Path.cwd())) not in sys.path:  # as `python -m` has it
         sys.path.insert(0, here)

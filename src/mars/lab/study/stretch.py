@@ -81,11 +81,14 @@ class Stretch:
             self._tidy(result)
         context = multiprocessing.get_context("spawn")
         records = context.Queue()
-        with workers.terminable(), Display(self.deadline) as self.display:
-            pool = ProcessPoolExecutor(self.most, context, worker.begin, (records,))
-            with workers.guarded(pool):
-                interrupted = self._run(pool, records)
-                self._stop(pool, "stopping" if interrupted else "the time is up")
+        pool = ProcessPoolExecutor(self.most, context, worker.begin, (records,))
+        with (
+            workers.terminable(),
+            Display(self.deadline) as self.display,
+            workers.guarded(pool),
+        ):
+            interrupted = self._run(pool, records)
+            self._stop(pool, "stopping" if interrupted else "the time is up")
             failed = {f"{arm} lr {lr:g}": text for (arm, lr, _), text in self.failed.items()}
             return None if interrupted else failed
 
