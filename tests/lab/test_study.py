@@ -144,12 +144,13 @@ def test_runs_are_taken_from_another_study(tmp_path: Path, capsys: Capture) -> N
     words = ["study", "test_study:renamed", "--out", str(here), "--jobs", "1"]
     assert main([*words, "--take", str(tmp_path / "nowhere")]) == 1
     assert "nowhere/results.jsonl is not there" in capsys.readouterr().err
-    assert main([*words, "--take", str(there), "--verdict-only"]) == 1
-    assert "give one of them" in capsys.readouterr().err
     assert not here.exists()
-    assert main([*words, "--take", str(there)]) == 0
-    said = capsys.readouterr().err
-    ours, theirs = Results(here).read(), Results(there).read()
+    assert main([*words, "--take", str(there), "--verdict-only"]) == 0
+    said, theirs = capsys.readouterr().err, Results(there).read()
+    assert {r.arm for r in Results(here).read()} == {"tuned"}
+    assert main([*words]) == 0
+    said += capsys.readouterr().err
+    ours = Results(here).read()
     assert {r.arm for r in ours} == {"tuned", "plain γ"}
     taken = [r for r in ours if r.arm == "tuned"]
     assert [r.curve for r in taken] == [r.curve for r in theirs if r.arm == "AdamW"]

@@ -9,6 +9,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ class StudyArgs:
     """Run nothing: time the steps of all arms, in turns, alone on the device. Needed for ratios of
     time if runs go side by side."""
     verdict_only: bool = False
-    """Run nothing: the verdict from the results file."""
+    """Run nothing: the verdict from the results file, with what --take adds to it."""
 
 
 def study_command(words: list[str]) -> int:
@@ -89,8 +90,10 @@ def go_on(name: str, args: StudyArgs, command: str) -> int:
     failed: dict[str, str] | None = {}
     without: dict[str, str] = {}
     if args.verdict_only:
-        if not file.path.exists():
+        if not file.path.exists() and not args.take:
             raise LabError(f"{file.path} is not there: nothing has been run, or give --out")
+        with RunDirectory(directory).lock() if args.take else nullcontext():
+            _take(study, file, args.take)
         fingerprint.check(study, file.read(), directory)
     else:
         study.common()
@@ -118,13 +121,16 @@ def go_on(name: str, args: StudyArgs, command: str) -> int:
     return 1 if failed else 0
 
 
-def _take(study: Study, file: Results, others: tuple[str, ...], here: dict[str, str]) -> None:
-    """Add what other studies have of this one."""
+def _take(
+    study: Study, file: Results, others: tuple[str, ...], here: dict[str, str] | None = None
+) -> None:
+    """Add what other studies have of this one; without ``here``, of what is as the first result."""
     studies = [make() for make in STUDIES.values()] if others else []
     directory = file.path.parent
     for other in others:
         known = {result.key for result in file.read()}
         theirs = Results(Path(other)).read()
+        here = here or fingerprint.of_results(study, [*file.read(), *theirs])
         ours, more = (fingerprint.equivalents(path) for path in (directory, Path(other)))
         declared = [*ours, *(entry for entry in more if entry not in ours)]
         own = fingerprint.shared(study, studies, theirs, declared, here)
@@ -170,8 +176,6 @@ def _check(args: StudyArgs) -> None:
             raise LabError(f"--take: {Results(Path(other)).path} is not there")
     if args.times and (args.verdict_only or args.take or args.seeds or args.jobs or args.seconds):
         raise LabError("--times goes with --arms, --out, --data, --valid and --device alone")
-    if args.take and args.verdict_only:
-        raise LabError("--take adds runs, --verdict-only changes nothing: give one of them")
 
 
 def _here(study: Study, args: StudyArgs) -> Study:

@@ -71,6 +71,13 @@ def of_study(study: Study) -> dict[str, str]:
     }
 
 
+def of_results(study: Study, results: Sequence[Result]) -> dict[str, str]:
+    """The fingerprint of runs of this study, had they been made where the first of these was."""
+    made = results[0].fingerprint if results else {}
+    own = {part: made.get(part, "unknown") for part in PARTS}
+    return {**own, "config": _hash(study.common())}
+
+
 def of_arm(study: Study, arm: Arm) -> str:
     """What the results of an arm belong to, whatever its label."""
     return _hash(study.own(arm))

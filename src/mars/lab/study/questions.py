@@ -145,10 +145,16 @@ def gpt2_small_210m() -> Study:
 
 
 def search_50m() -> Study:
-    """With the matrix type, and the scale of Muon, that did best in optimizers-50m."""
+    """With the matrix type, and the scale of Muon, that did best in optimizers-50m, and with the
+    clip and second moment that did in clip-50m: --take what is known from either."""
     what = "A 50M-parameter GPT, 59M tokens"
     shampoo = Arm(label="MARS-Shampoo", optimizer="mars-shampoo", lr=1.6e-2)
-    return search("search-50m", gpt_50m, 2e-3, muon_original(3.2e-2), shampoo, what)
+    lean = {"clip": "None", "second_moment": "raw"}
+    more = (
+        mars_adamw("MARS-AdamW, no clip, raw", 2e-3, options=lean),
+        mars_adamw("MARS-AdamW, no clip, raw, γ = 0.1", 2e-3, gamma=0.1, options=lean),
+    )
+    return search("search-50m", gpt_50m, 2e-3, muon_original(3.2e-2), shampoo, what, *more)
 
 
 def scale_50m() -> Study:

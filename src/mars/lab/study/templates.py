@@ -152,7 +152,9 @@ def batch(
     )
 
 
-def search(name: str, base: Base, lr: float, muon: Arm, matrix: Arm, what: str) -> Study:
+def search(
+    name: str, base: Base, lr: float, muon: Arm, matrix: Arm, what: str, *more: Arm
+) -> Study:
     """Which setting of the family beats the best baseline of either kind?
 
     The matrix types leave the token table, half of a small model, to AdamW as Muon does; MARS-AdamW
@@ -173,6 +175,7 @@ def search(name: str, base: Base, lr: float, muon: Arm, matrix: Arm, what: str) 
         mars_adamw("MARS-AdamW, raw second moment", lr, options=raw),
         mars_adamw("MARS-AdamW, raw second moment, γ = 0.1", lr, gamma=0.1, options=raw),
         mars_adamw("MARS-AdamW (.95, .99), γ = 0.1", lr, gamma=0.1, betas=PUBLISHED),
+        *more,
     )
     return Study(
         name=name,
