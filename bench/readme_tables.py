@@ -419,6 +419,7 @@ def cost() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "optimizers-50m": lambda: arms("optimizers-50m"),
+    "clip-50m": lambda: arms("clip-50m"),
     "gpt-50m-rates": lambda: every_rate(race("gpt-50m")),
     "gpt-tiny": lambda: grid(ROOT / "src/mars/lab/recipes/rates/gpt-tiny.json"),
     "conversion-h200": lambda: conversion("convert_rates_h200.json"),

@@ -101,11 +101,12 @@ def _runs(s: Setting) -> tuple[Any, ...]:
 
 
 def collect(root: Path) -> list[Setting]:
-    """Every entry there is, small models first; runs that a study took from another, once."""
+    """Every entry there is, small models first; runs that a study took from one before it, once."""
     found: list[Setting] = []
     for path in sorted((root / FILE.parent / "rates").glob("*.json")):
         found += of_grid(path, path.relative_to(root).as_posix())
-    for path in sorted((root / "docs/results").glob("*/results.jsonl")):
+    paths = (root / "docs/results" / name / "results.jsonl" for name in questions.STUDIES)
+    for path in filter(Path.exists, paths):
         study, results = questions.find(path.parent.name), Results(path.parent).read()
         fingerprint.check(study, results, path.parent)
         known = set(map(_runs, found))

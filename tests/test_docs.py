@@ -188,6 +188,34 @@ def test_sentences_on_the_study_are_those_of_its_runs() -> None:
     assert told in results
 
 
+def test_sentences_on_the_clip_are_those_of_its_runs() -> None:
+    from mars.lab.study.choice import ladders
+    from mars.lab.study.questions import find
+    from mars.lab.study.results import Results
+
+    found = ladders(find("search-50m"), Results(ROOT / "docs/results/search-50m").read())
+    adamw, lean = (found[arm] for arm in ("AdamW", "MARS-AdamW, no clip, raw"))
+    assert lean.bracketed
+    losses = lean.losses[lean.best]
+    below = [f"{adamw.losses[adamw.best][seed] - loss:.3f}" for seed, loss in losses.items()]
+    told = f"{below[0]} and {below[1]} below AdamW on two seeds"
+    for page in ("README.md", "docs/results.md"):
+        assert told in " ".join((ROOT / page).read_text().split()), (page, told)
+    clips = ladders(find("clip-50m"), Results(ROOT / "docs/results/clip-50m").read())
+
+    def lost(*labels: str) -> str:
+        steep = [
+            own.losses[2 * own.best][0] - own.losses[own.best][0]
+            for own in (clips[label] for label in labels)
+        ]
+        return f"{min(steep):.2f} to {max(steep):.2f}"
+
+    raw = lost("tensor, raw", "none, raw")
+    corrected = lost("tensor, corrected", "global, corrected", "none, corrected")
+    results = " ".join((ROOT / "docs/results.md").read_text().split())
+    assert f"at twice the best rate it loses {raw}, the corrected one {corrected}" in results
+
+
 def test_sentences_on_its_times_are_those_of_its_verdict() -> None:
     readme = " ".join((ROOT / "README.md").read_text().split())
     verdict = (ROOT / "docs/results/optimizers-50m/verdict.md").read_text()
