@@ -22,6 +22,7 @@ def weight() -> nn.Parameter:
         ({"lr": float("inf")}, "Invalid learning rate: inf"),
         ({"lr": "0.1"}, "Invalid learning rate: '0.1'"),
         ({"lr": torch.tensor([0.1, 0.1])}, "Tensor lr must be 1-element"),
+        ({"lr": torch.tensor(1j)}, "Invalid learning rate: tensor"),
         ({"betas": (1.0, 0.9)}, r"Invalid beta parameter at index 0: 1.0 \(must be in \[0, 1\)\)"),
         ({"betas": (0.9, -0.1)}, "Invalid beta parameter at index 1: -0.1"),
         ({"betas": 0.9}, "Invalid betas: 0.9"),
@@ -121,6 +122,7 @@ def test_a_small_lr_beside_the_default_lr_1d_is_pointed_out(
     MARS([weight()], lr=1e-5)
     MARS([weight(), nn.Parameter(torch.ones(3))], lr=1e-5, lr_1d=1e-5)
     MARS([nn.Parameter(torch.ones(3))], lr=1e-5, optimize_1d=True)
+    MARS([weight(), nn.Parameter(torch.ones(3))], lr=2e-3)
     assert not caplog.records
     MARS([weight(), nn.Parameter(torch.ones(3))], lr=1e-5)
     assert "lr=1e-05 is for matrices. 1 tensors" in caplog.text
@@ -134,6 +136,38 @@ def test_a_weight_decay_that_no_group_has_is_pointed_out(caplog: pytest.LogCaptu
     assert not caplog.records
     MARS([{"params": [weight()], "weight_decay": 0.0} for _ in range(2)], weight_decay=0.1)
     assert "weight_decay=0.1 is used nowhere: every group sets its own (0, 0)" in caplog.text
+
+
+def test_decays_that_are_tensors_are_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
+    group = {"params": [weight()], "weight_decay": torch.tensor([0.1])}
+    MARS([group], weight_decay=0.2, differentiable=True)
+    assert "weight_decay=0.2 is used nowhere: every group sets its own (0.1)" in caplog.text
+
+
+def test_a_parameter_of_integers_is_refused() -> None:
+    p = torch.zeros(2, 2, dtype=torch.long)
+    optimizer = MARS([p])
+    p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match=r"a parameter of torch.int64 cannot be trained"):
+        optimizer.step()
+    assert not optimizer.state[p]
+
+
+def test_a_process_group_that_is_none_is_refused() -> None:
+    with pytest.raises(TypeError, match="process_group must be a ProcessGroup, not int"):
+        MARS([weight()], ranks="replicate", process_group=3)
+
+
+def test_embeddings_known_by_name_are_not_orthogonalised_without_a_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.ModuleDict({"wte": nn.Embedding(5, 4), "up": nn.Linear(4, 4, bias=False)})
+    MARS(model.named_parameters())
+    MARS(mars.param_groups(model, mars_type="mars-m", embeddings="mars"))
+    MARS(mars.param_groups(model, mars_type="mars-m"), lr_1d=1e-3)
+    assert not caplog.records
+    MARS.from_adamw(torch.optim.AdamW(model.named_parameters()), mars_type="mars-m")
+    assert "wte.weight: by its name an embedding" in caplog.text
 
 
 def test_an_option_changed_to_nonsense_later_is_named() -> None:

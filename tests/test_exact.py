@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -104,6 +105,30 @@ def test_exact_gradient_is_that_of_this_batch_at_the_previous_parameters() -> No
         if p.ndim == 2:
             torch.testing.assert_close(optimizer.state[p]["last_grad"], q.grad)
         assert torch.equal(optimizer.state[p]["last_param"], x)
+
+
+@pytest.mark.parametrize("outer", [None, True, False])
+def test_an_autocast_around_the_step_keeps_no_weights_of_before(outer: bool | None) -> None:
+    """Autocast keeps what it has cast until the outermost one ends: both points would be one."""
+    model, batch = nn.Linear(6, 6), torch.randn(12, 6)
+    optimizer = MARS(model.parameters(), lr=0.05, is_approx=False)
+    losses = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = (model(batch) - batch).float().square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    for _ in range(3):
+        around = nullcontext() if outer is None else torch.autocast("cpu", enabled=outer)
+        with around:
+            optimizer.step(closure)
+    assert losses[1] == losses[0], "the second step begins where the first one did"
+    assert losses[2] != losses[1]
+    assert not torch.equal(model.weight.grad, optimizer.state[model.weight]["last_grad"])
 
 
 def test_dropout_sees_the_same_numbers_in_both_evaluations() -> None:

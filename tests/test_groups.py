@@ -205,6 +205,59 @@ def test_wrong_arguments_are_named() -> None:
         mars.param_groups(Gpt(), routes={"a": "mars"})
     with pytest.raises(TypeError, match="unknown option 'rl'"):
         mars.param_groups(Gpt(), head={"rl": 0.1})
+    with pytest.raises(ValueError, match="is no regular expression: missing"):
+        mars.param_groups(Gpt(), routes=[("(", "mars")])
+    with pytest.raises(TypeError, match="it got NoneType"):
+        mars.param_groups(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("transformer.wte.weight", "embeddings"),
+        ("bert.embeddings.word_embeddings.weight", "embeddings"),
+        ("model.pos_embed", "embeddings"),
+        ("patch_embed.proj.weight", "embeddings"),
+        ("vit.embeddings.patch_embeddings.projection.weight", "embeddings"),
+        ("embedder.layers.0.linear1.weight", "matrices"),
+        ("time_embed.0.weight", "matrices"),
+        ("blocks.0.sa.heads.0.key.weight", "matrices"),
+        ("heads.0.weight", "head"),
+        ("1.head.weight", "head"),
+        ("model.classifier.dense.weight", "head"),
+        ("head.fc.weight", "head"),
+        ("fc.weight", "head"),
+        ("blocks.0.fc.weight", "matrices"),
+    ],
+)
+def test_roles_by_name(name: str, role: str) -> None:
+    (group,) = mars.param_groups([(name, nn.Parameter(torch.ones(4, 4)))], mars_type="mars-m")
+    assert group["name"] == role
+
+
+def test_options_of_embeddings_do_not_change_who_trains_them() -> None:
+    own = {"lr": 1e-4, "weight_decay": 0.0}
+    groups = mars.param_groups(Gpt(), mars_type="mars-m", embeddings=own, head=own)
+    for name in ("wte.weight", "lm_head.weight"):
+        group = by_name(groups)[name]
+        assert (group["mars_type"], group["lr_1d"], group["weight_decay"]) == (
+            "plain-adamw", 1e-4, 0.0,
+        )  # fmt: skip
+    groups = by_name(mars.param_groups(Gpt(), embeddings=own))
+    assert groups["wte.weight"]["mars_type"] == "mars-adamw"
+
+
+@pytest.mark.parametrize("given", [{}, {"lr": 0.02}])
+def test_a_rate_written_into_a_group_is_its_rate(given: dict) -> None:
+    groups = mars.param_groups(Gpt(), mars_type="mars-m", **given)
+    (tables,) = (group for group in groups if group["name"] == "embeddings")
+    tables["lr"] = 1e-5
+    lines = {line.split()[0]: line.split() for line in str(groups).splitlines()}
+    assert lines["wte.weight"][-2] == "1e-05"
+    optimizer = MARS(groups, lr=0.02, lr_1d=3e-3)
+    rates = {g["name"]: g["lr"] * ratio_1d(g) for g in optimizer.param_groups}
+    assert rates["embeddings"] == pytest.approx(1e-5)
+    assert rates["vectors"] == pytest.approx(3e-3)
 
 
 def test_whatever_moves_lr_moves_the_rate_of_adamw() -> None:
@@ -322,6 +375,15 @@ def test_a_large_lr_beside_the_default_lr_1d_is_pointed_out(
     mars.MARS(Net().parameters(), **options)
     assert said in caplog.text
     assert bool(caplog.text) == bool(said)
+
+
+def test_the_table_prints_that_nothing_decays() -> None:
+    routes = [("bias", {"weight_decay": 0.0})]
+    groups = mars.param_groups(nn.Linear(3, 3), mars_type="mars-m", routes=routes)
+    lines = {line.split()[0]: line.split() for line in str(groups).splitlines()}
+    assert lines["bias"][-1] == "0.0"
+    (decays,) = (g["weight_decay_1d"] for g in MARS(groups).param_groups if "route" in g["name"])
+    assert decays == 0.0
 
 
 def test_the_table_prints_the_decay_of_vectors_that_mars_trains() -> None:

@@ -307,3 +307,15 @@ def test_halves_keep_what_is_not_a_number(dtype: torch.dtype) -> None:
     infinite = torch.tensor([math.inf, -math.inf, 0.0, -0.0, 1e-9])
     back = join(*split(infinite, dtype))
     torch.testing.assert_close(back, infinite, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["mars-shampoo", "mars-m"])
+def test_autocast_does_not_change_the_dtype_of_the_iteration(kind: str) -> None:
+    def stepped(on: bool) -> torch.Tensor:
+        p = torch.nn.Parameter(torch.zeros(16, 16))
+        p.grad = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            MARS([p], lr=1.0, mars_type=kind, ns_dtype="float32").step()
+        return p.detach()
+
+    assert torch.equal(stepped(True), stepped(False))

@@ -364,6 +364,8 @@ def test_a_previous_gradient_of_another_shape_is_refused() -> None:
     [
         (lambda s: s.update(exp_avg=None), "exp_avg is None, not a tensor"),
         (lambda s: s.update(step=torch.ones(3, 3)), "step has 9 elements"),
+        (lambda s: s.update(step=torch.tensor(math.nan)), "step is tensor.nan., not a count"),
+        (lambda s: s.update(step=-1), "step is -1, not a count"),
     ],
 )
 def test_state_of_the_wrong_kind_is_refused(spoil, message) -> None:
@@ -483,19 +485,33 @@ def test_dtypes_by_name_or_as_torch_has_them() -> None:
         ({"mars_type": "mars-m"}, {"mars_type": "mars-adamw"}),
         ({"mars_type": "mars-lion"}, {"mars_type": "plain-adamw"}),
         ({"mars_type": "mars-m", "matrix_rule": "flatten"}, {"matrix_rule": "2d"}),
+        ({"mars_type": "mars-lion", "optimize_1d": True}, {"optimize_1d": False}),
     ],
 )
 def test_a_rule_that_needs_another_moment_cannot_begin_in_mid_run(
     before: dict, after: dict
 ) -> None:
     """It would begin at zero beside a count that is far: a step of hundreds of times lr."""
-    optimizer, p = stepped((4, 3, 2, 2) if "matrix_rule" in after else (4, 3), steps=3, **before)
+    shape = (4, 3) if "mars_type" in after else (4, 3, 2, 2)
+    optimizer, p = stepped(shape, steps=3, **before)
     kept = copy.deepcopy(optimizer.state[p])
     optimizer.param_groups[0].update(after)
-    with pytest.raises(RuntimeError, match="exp_avg_sq cannot begin in mid-run: mars_type or"):
+    with pytest.raises(RuntimeError, match="exp_avg_sq cannot begin in mid-run: mars_type,"):
         optimizer.step()
     assert kept.keys() == optimizer.state[p].keys()
     assert all(torch.equal(kept[name], value) for name, value in optimizer.state[p].items())
+
+
+@pytest.mark.parametrize("form", [None, "8bit"])
+def test_a_second_moment_is_never_an_old_one(form: str | None) -> None:
+    """Of a time when gradients were small: a step of many times lr."""
+    optimizer, p = stepped(steps=3, state_dtype=form, amsgrad=True)
+    optimizer.param_groups[0]["mars_type"] = "mars-lion"
+    optimizer.step()
+    assert not any("exp_avg_sq" in name for name in optimizer.state[p])
+    optimizer.param_groups[0]["mars_type"] = "mars-adamw"
+    with pytest.raises(RuntimeError, match="exp_avg_sq cannot begin in mid-run"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("others", [{"state_dtype": None}, {"state_dtype": "bfloat16"}])
@@ -741,8 +757,10 @@ def test_the_norm_of_no_gradients_is_zero() -> None:
     [
         ({"state": []}, "'state' must be a dict of dicts"),
         ({"state": {0: 5}}, "'state' must be a dict of dicts"),
-        ({"param_groups": [{}]}, "must be a dict that has 'params'"),
-        ({"param_groups": [3]}, "must be a dict that has 'params'"),
+        ({"param_groups": [{}]}, "must be a list of dicts"),
+        ({"param_groups": [3]}, "must be a list of dicts"),
+        ({"param_groups": 5}, "must be a list of dicts"),
+        ({"param_groups": [{"params": 5}]}, "must be a list of dicts"),
         ({"state": {0: {"step": None}}}, "lacks"),
     ],
     ids=str,
@@ -757,7 +775,7 @@ def test_what_is_no_state_dict_is_refused_by_a_sentence(change: dict, message: s
     for step in (None, "x"):
         saved = optimizer.state_dict()
         saved["state"][0] = {**saved["state"][0], "step": step}
-        with pytest.raises(ValueError, match=f"step is {step!r}, not a number"):
+        with pytest.raises(ValueError, match=f"step is {step!r}, not a count"):
             optimizer.load_state_dict(saved)
     optimizer.step()
 

@@ -90,6 +90,7 @@ def _evaluate_there(
                 p.copy_(value)
         for p in everyone:
             p.grad = None
+        torch.clear_autocast_cache()  # weights that an autocast around the step has cast before
         with torch.random.fork_rng(devices=devices):  # the second evaluation sees the same numbers
             closure()
         with torch.no_grad():
@@ -101,6 +102,7 @@ def _evaluate_there(
         with torch.no_grad():
             for p, value in here.items():
                 p.copy_(value)
+        torch.clear_autocast_cache()
         for p, g in zip(everyone, gradients, strict=True):
             p.grad = g
 

@@ -19,7 +19,7 @@ from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
 
-from mars.options import SMALLEST_BASE_LR, check_known, check_values, with_names
+from mars.options import SMALLEST_BASE_LR, as_float, check_known, check_values, with_names
 from mars.rule import KINDS
 from mars.state import kind_of
 
@@ -34,8 +34,10 @@ ADAMW_OPTIONS = {"betas": "betas_1d", "weight_decay": "weight_decay_1d"}
 # Options that decide the routing, with the defaults of MARS.
 ROUTED_BY = {"mars_type": "mars-adamw", "matrix_rule": "2d", "optimize_1d": False}
 
-_EMBEDDING = re.compile(r"(^|[._])(wte|wpe|emb|(tok|pos|patch)?_?embed\w*|cls_token)([._]|$)")
+_EMBEDDING = re.compile(r"(^|[._])(wte|wpe|emb|(tok|pos)?_?embed\w*|cls_token)([._]|$)")
+_PATCHES = re.compile(r"(^|[._])patch_?embed")
 _HEAD = re.compile(r"(^|\.)(lm_head|head|heads|classifier|score|embed_out)(\.|$)|^(fc|output)\.")
+_NUMBERED = re.compile(r"\.\d+\.")  # a layer of many
 # What torch.compile, DDP, FSDP and checkpointing put into names: a wrapped model is routed alike.
 _WRAPPED = re.compile(
     r"^(module\.)+|(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
@@ -45,7 +47,14 @@ _WRAPPED = re.compile(
 DEFAULT_LR_1D = 3e-3
 
 
-def warn_about_vectors(groups: Iterable[dict[str, Any]], lr: float, lr_1d: float) -> None:
+def warn(groups: Sequence[dict[str, Any]], lr: float, lr_1d: float, weight_decay: Any) -> None:
+    """Say what is allowed and hardly meant, of a new optimizer."""
+    _warn_about_vectors(groups, lr, lr_1d)
+    _warn_about_decay(groups, weight_decay)
+    _warn_about_tables(groups)
+
+
+def _warn_about_vectors(groups: Sequence[dict[str, Any]], lr: float, lr_1d: float) -> None:
     """A small lr beside the default lr_1d is a trap: most people mean both."""
     vectors = sum(
         kind_of(p, group) != group["mars_type"] and not group["optimize_1d"]
@@ -59,10 +68,10 @@ def warn_about_vectors(groups: Iterable[dict[str, Any]], lr: float, lr_1d: float
             "be trained at whatever lr becomes. Begin with the lr that a scheduler shall scale",
             lr_1d, lr, vectors,
         )  # fmt: skip
-    elif vectors and lr_1d == DEFAULT_LR_1D and lr < lr_1d / 5:
+    elif vectors and lr_1d == DEFAULT_LR_1D and lr < lr_1d / 2:
         logger.warning(
             "lr=%g is for matrices. %d tensors that are none (biases, norms, convolutions) are "
-            "trained by AdamW at lr_1d=%g, %.0f times more: set lr_1d, or use MARS.from_adamw",
+            "trained by AdamW at lr_1d=%g, %.3g times more: set lr_1d, or use MARS.from_adamw",
             lr, vectors, lr_1d, lr_1d / lr,
         )  # fmt: skip
     elif vectors and lr_1d == DEFAULT_LR_1D and lr > lr_1d * 100:
@@ -74,7 +83,7 @@ def warn_about_vectors(groups: Iterable[dict[str, Any]], lr: float, lr_1d: float
         )  # fmt: skip
 
 
-def warn_about_decay(groups: Sequence[dict[str, Any]], weight_decay: Any) -> None:
+def _warn_about_decay(groups: Sequence[dict[str, Any]], weight_decay: Any) -> None:
     """A weight_decay that no group has is a trap: Hugging Face's Trainer sets its own in each."""
     own = [group["weight_decay"] for group in groups]
     if isinstance(weight_decay, Tensor) or not weight_decay or weight_decay in own:
@@ -82,8 +91,24 @@ def warn_about_decay(groups: Sequence[dict[str, Any]], weight_decay: Any) -> Non
     logger.warning(
         "weight_decay=%g is used nowhere: every group sets its own (%s). Say it in the groups, or "
         "in TrainingArguments of Hugging Face's Trainer (docs/trainers.md)",
-        weight_decay, ", ".join(f"{value:g}" for value in own),
+        weight_decay, ", ".join(f"{as_float(value):g}" for value in own),
     )  # fmt: skip
+
+
+def _warn_about_tables(groups: Sequence[dict[str, Any]]) -> None:
+    """Orthogonal steps are for hidden matrices; where names are known, so is what is none."""
+    found = [
+        name
+        for group in groups
+        if "name" not in group  # else param_groups has asked
+        for name, p in zip(group.get("param_names", ()), group["params"], strict=False)
+        if KINDS[kind_of(p, group)].matrix and _is_table(name, p)
+    ]
+    if found:
+        logger.warning(
+            "%s: by its name an embedding, whose rows an orthogonal step would mix. "
+            "mars.param_groups leaves embeddings and the head to AdamW", ", ".join(found[:3]),
+        )  # fmt: skip
 
 
 class ParamGroups(list[dict[str, Any]]):
@@ -99,13 +124,17 @@ class ParamGroups(list[dict[str, Any]]):
                 adamw = not KINDS[kind].corrected
                 vectors = adamw and kind != group["mars_type"]
                 rate = group.get("lr_1d", "lr_1d") if adamw else group.get("lr", "default")
+                if _own_rate(group):
+                    rate = group["lr"]
                 if rate == "lr_1d" and "lr" in group and vectors:
                     rate = f"lr_1d × {group['lr']}/lr"  # it moves with lr
-                decay = "weight_decay_1d" if vectors else "weight_decay"
-                unsaid = "weight_decay_1d" if adamw else "default"
+                decay = group.get("weight_decay", "weight_decay_1d" if adamw else "default")
+                if vectors:  # a group without decay is one for them, too
+                    unsaid = decay if decay == 0 else "weight_decay_1d"
+                    decay = group.get("weight_decay_1d", unsaid)
                 rows.append((
                     name, str(tuple(p.shape)), f"{p.numel():,}", str(group["name"]), kind,
-                    str(rate), str(group.get(decay, unsaid)),
+                    str(rate), str(decay),
                 ))  # fmt: skip
         return format_table(rows, right=(2,))
 
@@ -122,11 +151,14 @@ def resolve(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     if "routed" not in group:
         return group
     group = dict(group)
-    for name, given in group.pop("routed").items():
-        if defaults[name] not in (given, ROUTED_BY[name]):
+    if _own_rate(group):
+        group["lr_1d"] = as_float(group["lr"])
+    routed = group.pop("routed")
+    for name, default in ROUTED_BY.items():
+        if defaults[name] not in (routed[name], default):
             raise ValueError(
                 f"{name}={defaults[name]!r} decides which parameter goes where: give it to "
-                f"mars.param_groups, which was called with {name}={given!r}"
+                f"mars.param_groups, which was called with {name}={routed[name]!r}"
             )
     if _is_adamw(group):
         # lr is the main rate and lr_1d AdamW's: who sets the lr of all groups moves both.
@@ -153,6 +185,14 @@ def _is_adamw(group: dict[str, Any]) -> bool:
     return group.get("mars_type") == "plain-adamw"
 
 
+def _own_rate(group: dict[str, Any]) -> bool:
+    """Whether somebody has given a group that param_groups routed to AdamW another lr since."""
+    if "routed" not in group or not _is_adamw(group) or "lr_1d" in group:
+        return False
+    own, routed = group.get("lr"), group["routed"]["lr"]
+    return own is not None and own is not routed and own != routed
+
+
 def param_groups(
     model: nn.Module | Iterable[tuple[str, Tensor]],
     *,
@@ -171,10 +211,12 @@ def param_groups(
     - ``"mars"``: trained by ``mars_type``;
     - ``"adamw"``: trained by AdamW with ``lr_1d``, ``betas_1d`` and ``weight_decay_1d``;
     - ``"no-decay"``: the same without weight decay;
-    - a dict: the options of a group of its own.
+    - a dict: the options of a group of its own, which is trained by what trains it otherwise; for
+      a route, by ``mars_type``.
 
     Args:
-        model: a module, or ``(name, parameter)`` pairs.
+        model: a module, or ``(name, parameter)`` pairs, of which embeddings are known by their
+            names alone.
         mars_type: the type of the matrices' group.
         routes: pairs (pattern, destination); the pattern is a regular expression searched in the
             parameter's name, or a function of (name, parameter).
@@ -201,7 +243,10 @@ def param_groups(
     }
     for what, to in destinations.items():
         _check_destination(what, to)
-    destinations["vectors"] = _of_vectors(destinations["vectors"], options)
+    for what in ("embeddings", "head") if usual == "adamw" else ():
+        destinations[what] = _of_adamw(destinations[what])
+    if not {**options, **(vectors if isinstance(vectors, dict) else {})}.get("optimize_1d"):
+        destinations["vectors"] = _of_adamw(destinations["vectors"])
     named = _named_parameters(model)
     tables = _embedding_tables(model)
     members: dict[str, list[tuple[str, Tensor]]] = {"matrices": []}
@@ -219,16 +264,11 @@ def param_groups(
         members.setdefault(role, []).append((name, p))
     routed = {**ROUTED_BY, "mars_type": mars_type}
     routed |= {name: options[name] for name in ROUTED_BY if name in options}
-    groups = ParamGroups(
-        {
-            "params": pairs,
-            "name": role,
-            "routed": routed,
-            **_options(destinations[role], mars_type, options),
-        }
-        for role, pairs in members.items()
-        if pairs
-    )
+    groups = ParamGroups()
+    for role, pairs in members.items():
+        own = _options(destinations[role], mars_type, options)
+        given = {**routed, "lr": own.get("lr")}
+        groups += [{"params": pairs, "name": role, "routed": given, **own}] if pairs else []
     for i, (pattern, _) in enumerate(routes):
         if not any(role.startswith(f"route {i}:") for role in members):
             warnings.warn(f"route {i}, {pattern!r}: no parameter was left for it", stacklevel=2)
@@ -255,18 +295,28 @@ def _role(
     while (bare := _WRAPPED.sub("", name)) != name:
         name = bare
     shape = {"mars_type": "mars-adamw", "matrix_rule": matrix_rule, "optimize_1d": False}
-    if p in tables or (p.ndim >= 2 and _EMBEDDING.search(name)):
+    if p in tables or _is_table(name, p):
         return "embeddings"
     if kind_of(p, shape) != "mars-adamw":
         return "vectors"
-    return "head" if _HEAD.search(name) else "matrices"
+    return "head" if _is_head(name) else "matrices"
 
 
-def _of_vectors(to: Destination, options: dict[str, Any]) -> Destination:
-    """A dict of options for vectors is AdamW's: its lr is their rate."""
+def _is_table(name: str, p: Tensor) -> bool:
+    """By the name of its module: what lies deeper in an "embedder" is a network of its own."""
+    own = ".".join(name.split(".")[-2:])
+    return p.ndim >= 2 and bool(_EMBEDDING.search(own) or _PATCHES.search(name))
+
+
+def _is_head(name: str) -> bool:
+    """By a name outside of numbered layers, where "heads" are those of attention."""
+    found = _HEAD.search(name)
+    return found is not None and not _NUMBERED.search(name[: found.start() + 1])
+
+
+def _of_adamw(to: Destination) -> Destination:
+    """A dict of options for what AdamW trains is AdamW's: its lr is their rate."""
     if not isinstance(to, dict) or "mars_type" in to:
-        return to
-    if to.get("optimize_1d", options.get("optimize_1d")):
         return to
     own = {name: to[source] for name, source in ADAMW_OPTIONS.items() if source in to}
     return {**own, **to, "mars_type": "plain-adamw"}
@@ -309,12 +359,16 @@ def _check_routes(routes: object) -> None:
     for pattern, to in routes:
         if not isinstance(pattern, str) and not callable(pattern):
             raise TypeError(f"route {pattern!r} must be a regular expression or a function")
+        try:
+            re.compile(pattern if isinstance(pattern, str) else "")
+        except re.error as error:
+            raise ValueError(f"route {pattern!r} is no regular expression: {error}") from None
         _check_destination(f"route {pattern!r}", to)
 
 
 def _named_parameters(model: object) -> list[tuple[str, Tensor]]:
     given: Any = model.named_parameters() if isinstance(model, nn.Module) else model
-    pairs: list[tuple[str, Tensor]] = list(given)
+    pairs: list[Any] = list(given) if isinstance(given, Iterable) else [given]
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
             raise TypeError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from itertools import chain
 from numbers import Real
@@ -133,8 +134,13 @@ def _check_form(state_dict: Mapping[str, Any]) -> None:
     states, groups = state_dict["state"], state_dict["param_groups"]
     if not isinstance(states, Mapping) or not all(isinstance(s, Mapping) for s in states.values()):
         raise ValueError("state dict: 'state' must be a dict of dicts, one a parameter")
-    if not all(isinstance(group, Mapping) and "params" in group for group in groups):
-        raise ValueError("state dict: each of 'param_groups' must be a dict that has 'params'")
+    if not isinstance(groups, (list, tuple)) or not all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple))
+        for group in groups
+    ):
+        raise ValueError(
+            "state dict: 'param_groups' must be a list of dicts that have a list of 'params'"
+        )
 
 
 def _completed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,8 +211,8 @@ def _check_buffers(who: str, p: Tensor, saved: Mapping[str, Any], group: Mapping
         if name == "step":
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"state of {who}: step has {value.numel()} elements, not one")
-            if not isinstance(value, (Tensor, Real)):
-                raise ValueError(f"state of {who}: step is {value!r}, not a number")
+            if not isinstance(value, (Tensor, Real)) or not 0 <= as_float(value) < math.inf:
+                raise ValueError(f"state of {who}: step is {value!r}, not a count")
         elif name in wanted and not isinstance(value, Tensor):
             raise ValueError(f"state of {who}: {name} is {value!r}, not a tensor")
         elif name in wanted and (value.dtype == torch.uint8) != (wanted[name] == torch.uint8):

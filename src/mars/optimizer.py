@@ -19,7 +19,7 @@ from mars import exact, loading, options, state
 from mars.collect import collect, may_scale, step_batches
 from mars.dispatch import NOT_CONTIGUOUS, capturing, steps_now, why_not_fused
 from mars.engines import Batch
-from mars.groups import DEFAULT_LR_1D, resolve, warn_about_decay, warn_about_vectors
+from mars.groups import DEFAULT_LR_1D, resolve, warn
 from mars.plan import Plan
 from mars.sharding import Ranks, gradient, is_sharded, layout_of, local
 
@@ -63,7 +63,7 @@ class MARS(Optimizer):
         optimize_1d: train tensors that are not matrices with MARS too (for Shampoo and M:
             MARS-AdamW), with ``lr``, ``betas`` and ``weight_decay``.
         lr_1d: AdamW's rate (3e-3) for tensors that are not matrices, as long as ``lr`` has its
-            initial value; it moves in proportion to ``lr``.
+            initial value (``base_lr`` of a group); it moves in proportion to ``lr``.
         betas_1d: AdamW's betas for these tensors.
         weight_decay_1d: AdamW's decay of them, also if ``weight_decay`` is 0; but a group dict with
             ``weight_decay=0`` decays nothing, unless it has ``weight_decay_1d`` too.
@@ -159,8 +159,7 @@ class MARS(Optimizer):
         defaults["base_lr"] = options.as_float(lr)
         super().__init__(params, defaults)
         self._reset_private()
-        warn_about_vectors(self.param_groups, self.defaults["base_lr"], lr_1d)
-        warn_about_decay(self.param_groups, weight_decay)
+        warn(self.param_groups, self.defaults["base_lr"], lr_1d, weight_decay)
 
     def _reset_private(self) -> None:
         self._observer: Any = getattr(self, "_observer", None)  # see mars.diagnostics
@@ -378,8 +377,7 @@ class MARS(Optimizer):
             names = needed[kind, p.dtype]
             late = state.begins_late(own, names)
             fuse = may_fuse and not late and steps_now(group, p, self._ranks)
-            if "last_grad" not in names:
-                state.drop_last_grad(own, kind, group)
+            state.drop_unused(own, kind, group, names)
             if "step" not in own:
                 own["step"] = self._new_step(p, group, fused=fuse)
             state.complete(own, p, names)

@@ -37,7 +37,7 @@ def _is(kind: type, value: Any) -> bool:
 def _number(value: Any, low: float = 0.0, high: float = math.inf) -> bool:
     """A finite number in [low, high), or a one-element tensor of that value."""
     if isinstance(value, Tensor):
-        return value.numel() == 1 and low <= as_float(value) < high
+        return value.numel() == 1 and not value.is_complex() and low <= as_float(value) < high
     return _is(Real, value) and low <= float(value) < high
 
 

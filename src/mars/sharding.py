@@ -163,6 +163,8 @@ class Ranks(NamedTuple):
                 'process_group needs ranks="replicate" (the processes have the same tensors, as '
                 'under DDP) or ranks="partition" (each has others)'
             )
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"process_group must be a ProcessGroup, not {type(group).__name__}")
         return cls(mode, group)
 
     def without(self, group: dict[str, Any]) -> dict[str, Any]:

@@ -84,6 +84,8 @@ def check_gradient(p: Tensor, group: Mapping[str, Any]) -> None:
             f"the gradient has shape {tuple(p.grad.shape)}, its parameter {tuple(p.shape)}: the "
             "parameter was changed after the backward pass"
         )
+    if not (p.is_floating_point() or p.is_complex()):
+        raise RuntimeError(f"a parameter of {p.dtype} cannot be trained: use a floating dtype")
     if p.grad is not None and p.grad.layout != torch.strided:
         raise RuntimeError(
             "MARS does not support sparse gradients. Use nn.Embedding(sparse=False), or train this "
@@ -124,8 +126,8 @@ def _check_new(name: str, dtype: torch.dtype, own: Mapping[str, Any], p: Tensor)
     """Refuse a buffer that cannot begin now, or not in this dtype."""
     if name == "exp_avg_sq" and "exp_avg" in own:
         raise RuntimeError(
-            "exp_avg_sq cannot begin in mid-run: mars_type or matrix_rule was changed after "
-            "the first step of this parameter; make a new optimizer for it"
+            "exp_avg_sq cannot begin in mid-run: mars_type, matrix_rule or optimize_1d was changed "
+            "after the first step of this parameter; make a new optimizer for it"
         )
     lean = dtype in (torch.uint8, torch.bfloat16) and dtype != p.dtype
     if lean and (type(p.data) is not Tensor or p.is_complex()):
@@ -163,8 +165,19 @@ def begins_late(own: Mapping[str, Any], names: Mapping[str, torch.dtype]) -> boo
     return "last_grad" in names and "step" in own and "last_grad" not in own
 
 
-def drop_last_grad(own: dict[str, Any], kind: str, group: Mapping[str, Any]) -> None:
-    """Nobody would keep it up to date; exp_avg has been m, and is n = m − γ·h from now on."""
+def drop_unused(
+    own: dict[str, Any], kind: str, group: Mapping[str, Any], names: Mapping[str, torch.dtype]
+) -> None:
+    """Of buffers that were needed before: nobody would keep them up to date."""
+    if "last_grad" not in names:
+        _drop_last_grad(own, kind, group)
+    if "exp_avg_sq" not in names:
+        for name in ("exp_avg_sq", EXPONENT["exp_avg_sq"], "max_exp_avg_sq"):
+            own.pop(name, None)
+
+
+def _drop_last_grad(own: dict[str, Any], kind: str, group: Mapping[str, Any]) -> None:
+    """exp_avg has been m, and is n = m − γ·h from now on."""
     h, exponents = own.pop("last_grad", None), own.pop(EXPONENT["last_grad"], None)
     if h is None or not KINDS[kind].corrected or "exp_avg" not in own:
         return

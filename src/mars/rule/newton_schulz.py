@@ -81,8 +81,9 @@ class NewtonSchulz(NamedTuple):
         tall = X.shape[-2] > X.shape[-1]
         X = X.mT if tall else X
         table = COEFFICIENTS[self.coefficients]
-        for i in range(self.steps):
-            X = step(X, *table[min(i, len(table) - 1)])
+        with torch.autocast(X.device.type, enabled=False):  # the dtype is what was asked for
+            for i in range(self.steps):
+                X = step(X, *table[min(i, len(table) - 1)])
         X = X.mT if tall else X
         return X.reshape(M.shape).to(M.dtype)
 
