@@ -16,12 +16,13 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.testing._internal.common_optimizers import optim_inputs_func_adamw
 
+from choice import choose
 from mars import MARS
 from mars.rule import KINDS
 
 INPUTS = {i.desc: i.kwargs for i in optim_inputs_func_adamw("cpu")}
 SCHEDULERS = {
-    "step": lambda o: lr_scheduler.StepLR(o, gamma=0.9, step_size=10),
+    "step": lambda o: lr_scheduler.StepLR(o, gamma=0.9, step_size=3),
     "linear from zero": lambda o: lr_scheduler.LambdaLR(o, lambda t: min(1.0, t / 5)),
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 30),
     "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.02, total_steps=40),
@@ -36,17 +37,18 @@ SCHEDULERS = {
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_input = pytest.mark.parametrize("options", INPUTS.values(), ids=INPUTS)
+every_engine = pytest.mark.parametrize("engine", ["reference", "foreach", "cpu"])
 both_engines = pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "reference"])
 
 
-def regression(contiguous: bool = True):
+def regression(contiguous: bool = True, dtype: torch.dtype = torch.float32):
     """torch's own little problem: weight.mv(input) + bias to zero."""
     if contiguous:
-        weight, bias = torch.randn(10, 5), torch.randn(10)
+        weight, bias = torch.randn(10, 5, dtype=dtype), torch.randn(10, dtype=dtype)
     else:
-        weight, bias = torch.randn(10, 5, 2)[..., 0], torch.randn(10, 2)[..., 0]
+        weight, bias = torch.randn(10, 10, dtype=dtype)[:, ::2], torch.randn(20, dtype=dtype)[::2]
     weight, bias = nn.Parameter(weight), nn.Parameter(bias)
-    return weight, bias, torch.randn(5)
+    return weight, bias, torch.randn(5, dtype=dtype)
 
 
 def closure_of(optimizer, weight, bias, x):
@@ -59,23 +61,47 @@ def closure_of(optimizer, weight, bias, x):
     return closure
 
 
-@pytest.mark.parametrize("scheduler", [None, *SCHEDULERS], ids=str)
-@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "strided"])
-@both_engines
+@every_engine
 @every_input
 @every_kind
-def test_goes_the_right_way(kind, options, foreach, contiguous, scheduler) -> None:
-    weight, bias, x = regression(contiguous)
-    optimizer = MARS([weight, bias], mars_type=kind, foreach=foreach, **options)
+def test_goes_the_right_way(kind, options, engine) -> None:
+    weight, bias, x = regression()
+    optimizer = MARS([weight, bias], mars_type=kind, **{**options, **choose(engine)})
     closure = closure_of(optimizer, weight, bias, x)
-    schedule = SCHEDULERS[scheduler](optimizer) if scheduler else None
     first = closure().item()
     for _ in range(30):
-        loss = optimizer.step(closure).detach()
-        if schedule is not None:
-            schedule.step(loss) if scheduler == "plateau" else schedule.step()
+        optimizer.step(closure)
     last = closure().item()
     assert last > first if options.get("maximize") else last < first
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "strided"])
+@every_engine
+@every_kind
+def test_schedulers_move_it_as_the_reference_is_moved_by_hand(
+    kind, engine, contiguous, scheduler
+) -> None:
+    weight, bias, x = regression(contiguous, torch.float64)
+    alike = [nn.Parameter(p.detach().clone()) for p in (weight, bias)]
+    options = {"mars_type": kind, "ns_dtype": "float64", "weight_decay": 0.1}
+    optimizer = MARS([weight, bias], **choose(engine), **options)
+    by_hand = MARS(alike, **choose("reference"), **options)
+    closure, again = (
+        closure_of(optimizer, weight, bias, x), closure_of(by_hand, *alike, x)
+    )  # fmt: skip
+    schedule = SCHEDULERS[scheduler](optimizer)
+    rates = set()
+    for _ in range(12):
+        group = optimizer.param_groups[0]
+        rates.add(group["lr"])
+        by_hand.param_groups[0].update(lr=group["lr"], betas=group["betas"])
+        loss = optimizer.step(closure).detach()
+        by_hand.step(again)
+        schedule.step(loss) if scheduler == "plateau" else schedule.step()
+    assert len(rates) > 1 or scheduler == "plateau"
+    for moved, want in zip((weight, bias), alike, strict=True):
+        torch.testing.assert_close(moved, want, rtol=1e-9, atol=1e-12)
 
 
 @both_engines

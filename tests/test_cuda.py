@@ -131,6 +131,33 @@ def test_a_captured_step_replays_as_eager(kind, options, engine) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
+def test_a_captured_step_moves_everything_once() -> None:
+    """One is fused, one is not contiguous: a graph captures both, by two engines."""
+
+    def make():
+        random = torch.Generator().manual_seed(0)
+        xs = [torch.randn(8, 8, generator=random).cuda() for _ in range(2)]
+        xs = [nn.Parameter(xs[0]), nn.Parameter(xs[1].t())]
+        for x in xs:
+            x.grad = torch.ones_like(x)
+        return xs, MARS(xs, lr=torch.tensor(1e-2, device="cuda"), capturable=True)
+
+    (eager, first), (replayed, second) = make(), make()
+    for _ in range(3):
+        first.step()
+        second.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        second.step()
+    for _ in range(2):
+        first.step()
+        graph.replay()
+    for a, b in zip(eager, replayed, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+        assert float(first.state[a]["step"]) == float(second.state[b]["step"]) == 5
+
+
 def test_fp16_with_grad_scaler() -> None:
     model = nn.Linear(16, 8).cuda()
     optimizer = MARS(model.parameters())

@@ -144,6 +144,13 @@ def test_decays_that_are_tensors_are_pointed_out(caplog: pytest.LogCaptureFixtur
     assert "weight_decay=0.2 is used nowhere: every group sets its own (0.1)" in caplog.text
 
 
+def test_a_group_cannot_be_differentiable_alone() -> None:
+    optimizer = MARS([weight()])
+    with pytest.raises(ValueError, match="differentiable is an option of the whole optimizer"):
+        optimizer.add_param_group({"params": [weight()], "differentiable": True})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_a_parameter_of_integers_is_refused() -> None:
     p = torch.zeros(2, 2, dtype=torch.long)
     optimizer = MARS([p])

@@ -57,6 +57,30 @@ def assert_alike(a, b, rtol: float = 1e-5, atol: float = 1e-6) -> None:
         torch.testing.assert_close(x, y, rtol=rtol, atol=atol)
 
 
+def test_a_captured_step_moves_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is in the plan, one is not contiguous: a graph captures both, by two engines."""
+
+    def trained(engine: dict, captured: int) -> list[torch.Tensor]:
+        random = torch.Generator().manual_seed(0)
+        xs = [torch.randn(4, 4, generator=random), torch.randn(4, 4, generator=random).t()]
+        gs = [torch.randn(4, 4, generator=random) for _ in xs]
+        xs = [x.requires_grad_() for x in xs]
+        optimizer = MARS(xs, lr=1e-2, capturable=True, **engine)
+        monkeypatch.setattr(MARS, "_check_capture", lambda self: None)
+        for step in range(3):
+            for name in ("optimizer", "collect", "plan"):
+                monkeypatch.setattr(f"mars.{name}.capturing", lambda step=step: step == captured)
+            for x, g in zip(xs, gs, strict=True):
+                x.grad = g.clone() if x.is_contiguous() else g.t()
+            optimizer.step()
+        assert [float(optimizer.state[x]["step"]) for x in xs] == [3, 3]
+        return xs
+
+    want = trained({"foreach": False}, 9)
+    assert_alike(want, trained({"fused": True}, 9))
+    assert_alike(want, trained({"fused": True}, 2))
+
+
 @pytest.fixture
 def small_items(monkeypatch: pytest.MonkeyPatch) -> None:
     """Items of a few blocks, so that small tensors have many."""

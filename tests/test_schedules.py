@@ -77,6 +77,13 @@ def test_a_schedule_that_returns_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Invalid gamma: -1\.0 at step 0"):
         GammaScheduler(opt, lambda step: -1.0)
     assert opt.param_groups[0]["gamma"] == 0.025
+    scheduler = GammaScheduler(opt, lambda step: -1.0 if step else 0.1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="at step 1"):
+            scheduler.step()
+    with pytest.raises(ValueError, match="at step 7"):
+        scheduler.load_state_dict({"last_step": 7})
+    assert scheduler.state_dict() == {"last_step": 0}
 
 
 def test_groups_that_share_a_default_tensor_are_told_apart() -> None:

@@ -62,14 +62,11 @@ def collect(optimizer: MARS, plan: Plan | None) -> tuple[Plan | None, list[tuple
     compiling = torch.compiler.is_compiling()
     # torch.compile traces foreach; and a plan is made by uploads, which a graph cannot capture.
     may_fuse = optimizer._observer is None and not compiling and not capturing()
-    found, members = _batches(optimizer, may_fuse)
+    planned = set() if plan is None else set(map(id, plan.params))
+    found, members = _batches(optimizer, may_fuse, planned)
     if plan is not None:
-        planned = set(map(id, plan.params))
-        rest = [
-            pair
-            for pair, params in zip(found, members, strict=True)
-            if not all(id(p) in planned for p in params)
-        ]
+        pairs_of = zip(found, members, strict=True)
+        rest = [pair for pair, params in pairs_of if id(params[0]) not in planned]
         if not any(name == "fused" for _, name in rest):
             return plan, rest
     fused = [batch for batch, name in found if name == "fused"]
@@ -86,8 +83,10 @@ def collect(optimizer: MARS, plan: Plan | None) -> tuple[Plan | None, list[tuple
     return made, [(batch, name) for batch, name in found if name != "fused"]
 
 
-def _batches(optimizer: MARS, may_fuse: bool) -> tuple[list[tuple[Batch, str]], list[list[Tensor]]]:
-    """All batches, each with its engine, and the parameters of each."""
+def _batches(
+    optimizer: MARS, may_fuse: bool, planned: set[int]
+) -> tuple[list[tuple[Batch, str]], list[list[Tensor]]]:
+    """All batches, each with its engine, and the parameters of each: all planned, or none."""
     batches: list[tuple[Batch, str]] = []
     members: list[list[Tensor]] = []
     for index, group in enumerate(optimizer.param_groups):
@@ -103,7 +102,7 @@ def _batches(optimizer: MARS, may_fuse: bool) -> tuple[list[tuple[Batch, str]], 
         for i, kind in enumerate(kinds):
             spread = layouts[i] is not None
             late = begins[i] and not torch.compiler.is_compiling()  # a graph would stay without γ
-            key = (kind, x[i].device, x[i].dtype, fused[i], spread, late)
+            key = (kind, x[i].device, x[i].dtype, fused[i], spread, late, id(x[i]) in planned)
             if key not in split:
                 split[key] = len(batches)
                 batch = new_batch(kind, group, index, x[i], t[i], fused[i])
@@ -133,7 +132,7 @@ def _unfused(optimizer: MARS, batch: Batch, name: str) -> tuple[Batch, str]:
 def _other_engine(group: dict[str, Any], x: list[Tensor]) -> str:
     """What steps these tensors of a group where fused does not."""
     name = engine_for(group, x)
-    differentiable = torch.is_grad_enabled()  # some group is
+    differentiable = torch.is_grad_enabled()  # the optimizer is
     return "reference" if name == "cpu" and differentiable else name
 
 

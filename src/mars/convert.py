@@ -12,7 +12,7 @@ from torch.optim import AdamW
 
 from mars.groups import format_table
 from mars.options import METADATA, as_float
-from mars.rule.estimator import kappa
+from mars.rule.estimator import noise_ratio
 
 if TYPE_CHECKING:
     from mars.optimizer import MARS
@@ -31,8 +31,7 @@ def noise_factor(gamma: float, beta1: float) -> float:
     >>> round(noise_factor(0.025, 0.95), 3)
     1.55
     """
-    k = float(kappa(gamma, beta1))
-    return math.hypot(1.0 + k, k)
+    return math.sqrt(noise_ratio(gamma, beta1))
 
 
 def from_adamw(

@@ -14,7 +14,7 @@ from torch import Tensor
 from mars.engines import Batch
 from mars.groups import format_table
 from mars.rule import KINDS
-from mars.rule.estimator import correct, kappa, norm
+from mars.rule.estimator import correct, noise_ratio, norm
 from mars.rule.halves import join
 from mars.sharding import whole_sums
 
@@ -84,7 +84,7 @@ class _Tensor:
 class _Group:
     """Running sums for one group; tensors stay on their device until they are read."""
 
-    kappa: float | None = None
+    independent: float | None = None
     clipped: list[Tensor] = field(default_factory=list)
     c_norm: list[Tensor] = field(default_factory=list)
     cosine: list[Tensor] = field(default_factory=list)
@@ -129,7 +129,7 @@ class Diagnosis:
         if not KINDS[batch.kind].corrected:
             return
         group = self._groups[batch.group]
-        group.kappa = float(kappa(batch.k.gamma, batch.k.beta1))
+        group.independent = noise_ratio(batch.k.gamma, batch.k.beta1)
         wide = batch.m[0].dtype
         lengths: list[Tensor] = []  # ‖c‖², ‖g‖², ‖h‖² and g·h of each tensor, or of its part here
         layouts: list[Any] = []
@@ -188,8 +188,7 @@ class Diagnosis:
                 cosine=_mean(group.cosine),
                 update_rms=math.sqrt(moved / group.elements) if group.elements else 0.0,
                 variance_ratio=sum(c for _, c in spreads) / noise if noise > 0 else None,
-                independent=None if group.kappa is None else
-                (1 + group.kappa) ** 2 + group.kappa**2,
+                independent=group.independent,
             ))  # fmt: skip
         return out
 

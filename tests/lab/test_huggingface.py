@@ -314,6 +314,11 @@ def test_the_reader_reads_what_the_formats_own_package_wrote(tmp_path: Path) -> 
         (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "does not fit"),
         (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}', "does not fit"),
         (b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}', "does not fit"),
+        (b'{"a": {"dtype": [], "shape": [0], "data_offsets": [0, 0]}}', "nothing sensible of a"),
+        (
+            b'{"a": {"dtype": "F32", "shape": [18446744073709551616, 0], "data_offsets": [0, 0]}}',
+            "does not fit",
+        ),
     ],
 )
 def test_the_reader_trusts_no_header(header: bytes, message: str, tmp_path: Path) -> None:

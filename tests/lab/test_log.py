@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,6 +57,27 @@ def test_numbers_are_numbers_and_what_is_not_finite_is_null(tmp_path: Path) -> N
         "flag": True, "none": None,
     }]  # fmt: skip
     assert "NaN" not in (tmp_path / "log.jsonl").read_text()
+
+
+def test_a_log_that_cannot_be_opened_again_closes_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, opened = Log(tmp_path), os.open
+    log.write("header", a=1)
+
+    def refused(path: Any, *args: Any) -> int:
+        if str(path).endswith("log.jsonl"):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return opened(path, *args)
+
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(LabError, match="Too many open files"):
+        log.replace_header(b=2)
+    monkeypatch.undo()
+    with open(tmp_path / "other", "w") as other:
+        log.close()
+        other.write("x")
+        other.flush()
 
 
 def test_a_record_is_on_file_when_write_returns(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from mars.lab.study.results import Results
 from mars.lab.study.variance_command import text, write
 from mars.lab.study.variance_kept import NAME as NAME_OF_KEPT
 from mars.lab.study.variance_kept import Kept
+from mars.rule.estimator import noise_ratio
 
 Capture = pytest.CaptureFixture[str]
 
@@ -474,7 +475,7 @@ def test_the_variance_files(tmp_path: Path) -> None:
                         rows.append({
                             "part": part, "lr": lr, "batch": batch, "mode": mode, "gamma": gamma,
                             "beta1": 0.95, "error": 0.5, "to_plain": 1.0, "variance_ratio": 2.0,
-                            "independent": v.independent(gamma, 0.95), "noise": 1.0, "turn": 0.5,
+                            "independent": noise_ratio(gamma, 0.95), "noise": 1.0, "turn": 0.5,
                         })  # fmt: skip
     write(v.Experiment(), rows, tmp_path, 1.0)
     found = json.loads((tmp_path / "results.json").read_text())

@@ -24,8 +24,7 @@ class Batch:
     keep_g: bool  # after the step h becomes g (approximate mode); else somebody else writes h
     consume: bool = False  # after the step the gradient's own memory is h
     max_grad_norm: float | None = None
-    lr: Scalar = 0.0  # of the group; k.lr is this times the ratio of this kind's rate to it
-    ratio: float = 1.0
+    ratio: float = 1.0  # of this kind's rate to the group's; k.lr has it, but in fused
     x: list[Tensor] = field(default_factory=list)
     g: list[Tensor] = field(default_factory=list)
     t: list[Tensor] = field(default_factory=list)

@@ -45,10 +45,6 @@ def convert_command(args: ConvertArgs) -> Path:
     path = args.checkpoint.resolve()
     if not (path / sealed.MANIFEST).is_file():
         raise LabError(f"{args.checkpoint} is no checkpoint: give runs/NAME/checkpoints/step-…")
-    manifest = sealed.verify(path)
-    retention.check_manifest(path, manifest)
-    if retention.is_sharded(manifest) == (args.to == "sharded"):
-        raise LabError(f"{args.checkpoint} is {args.to} already")
     if args.out is not None and args.out.exists():
         raise LabError(f"{args.out} is there already")
     final = path if args.out is None else args.out.resolve()
@@ -57,6 +53,10 @@ def convert_command(args: ConvertArgs) -> Path:
     owned = RunDirectory(run).lock() if args.out is None and run.is_dir() else nullcontext()
     temporary = temporary_name(final)
     with owned:
+        manifest = sealed.verify(path)
+        retention.check_manifest(path, manifest)
+        if retention.is_sharded(manifest) == (args.to == "sharded"):
+            raise LabError(f"{args.checkpoint} is {args.to} already")
         try:
             temporary.mkdir(parents=True)
             (_to_shards if args.to == "sharded" else _to_one)(path, manifest, temporary)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import mars
+from mars.explain import engine_rows
 from mars.lab import recipes
 from mars.lab.config import Model, Optimizer
 from mars.lab.data import open_tokens, tokenizer
@@ -148,7 +149,7 @@ def engines(device: torch.device) -> Iterator[str]:
     for name in TYPES:
         optimizer = build(GPT(SMALL).to(device), Optimizer(name=name))
         assert isinstance(optimizer, mars.MARS)
-        header, *rows = (row.split(maxsplit=4) for row in mars.explain(optimizer).splitlines())
+        header, *rows = engine_rows(optimizer)
         table[0][1:] = header
         table += [[name, *row] for row in rows]
     for row in table:

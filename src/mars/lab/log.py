@@ -110,8 +110,9 @@ class Log:
 
     def _replace(self, content: bytes) -> None:
         write_atomically(self.path, content)
-        os.close(self._descriptor)
+        old = self._descriptor
         self._open()
+        os.close(old)
 
     def sync(self) -> None:
         """Wait until all of it is on disk: before a checkpoint, so that a power cut leaves both."""

@@ -8,7 +8,6 @@ import queue
 import time
 import traceback
 from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,22 +83,17 @@ def run_all(jobs: list[Job], processes: int, command: str) -> dict[str, str] | N
     pool = ProcessPoolExecutor(processes, context, _begin, (records,))
     with workers.terminable(), Board(jobs, processes) as board, workers.guarded(pool):
         futures = {pool.submit(_work, job, command): job for job in jobs}
+        seen: set[Any] = set()
         try:
-            seen: set[Any] = set()
-            while any(not future.done() for future in futures):
-                _drain(records, board)
-                _finish(futures, board)
-                workers.check(seen)
+            with workers.watched(pool):
+                while any(not future.done() for future in futures):
+                    _drain(records, board)
+                    _finish(futures, board)
+                    workers.check(seen)
         except KeyboardInterrupt:
             board.say("stopping: runs in progress are saved")
             workers.stop(pool)
             return None
-        except BrokenProcessPool as error:
-            workers.stop(pool)
-            raise LabError("a worker died (memory?); the same command goes on from here") from error
-        except BaseException:  # a lost GPU, say: nobody is left training
-            workers.stop(pool)
-            raise
         _drain(records, board)
         _finish(futures, board)
         pool.shutdown()

@@ -121,12 +121,7 @@ def _kept(args: RaceArgs) -> dict[str, Any]:
 
 
 def _at_rate(run: Run, lr: float) -> Run:
-    """The run at another rate; the rate of what is no matrix keeps its proportion."""
-    o = run.optimizer
-    rates = {"lr": float(f"{lr:.3g}")}
-    if o.lr_1d is not None:
-        rates["lr_1d"] = float(f"{o.lr_1d * lr / o.lr:.3g}")
-    return run.replace(optimizer=rates)
+    return run.replace(optimizer=settings.at_rate(run.optimizer, float(f"{lr:.3g}")))
 
 
 def _check_optimizers(jobs: list[Job]) -> None:

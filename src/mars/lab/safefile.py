@@ -77,10 +77,11 @@ def _entry(name: str, entry: Any, size: int) -> tuple[str, list[int], int, int]:
     try:
         dtype, shape = entry["dtype"], entry["shape"]
         begin, end = entry["data_offsets"]
-        whole = all(type(n) is int and n >= 0 for n in (begin, end, *shape))
+        whole = all(type(n) is int and 0 <= n < 1 << 63 for n in (begin, end, *shape))
+        known = dtype in DTYPES
     except (TypeError, KeyError, ValueError):
         raise SafeFileError(f"its header says nothing sensible of {name}") from None
-    if dtype not in DTYPES:
+    if not known:
         raise SafeFileError(f"{name} is of type {dtype}, which is not read here")
     if not whole or end > size or end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
         raise SafeFileError(f"the place of {name} in the file does not fit its shape")

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,19 +131,14 @@ class Search:
         with workers.terminable(), self._executor() as pool, workers.guarded(pool):
             seen: set[Any] = set()
             try:
-                while self._fill(pool, stopped):
-                    for future in wait(self.active, 1.0, FIRST_COMPLETED).done:
-                        stopped |= self._end(self.active.pop(future), future.result())
-                    workers.check(seen)
+                with workers.watched(pool):
+                    while self._fill(pool, stopped):
+                        for future in wait(self.active, 1.0, FIRST_COMPLETED).done:
+                            stopped |= self._end(self.active.pop(future), future.result())
+                        workers.check(seen)
             except KeyboardInterrupt:
                 stopped = True
                 self._stop(pool)
-            except BrokenProcessPool as error:
-                workers.stop(pool)
-                raise LabError("a worker died (memory?); the same command goes on") from error
-            except BaseException:  # a lost GPU, say: nobody is left training
-                workers.stop(pool)
-                raise
         self.findings.write(self.study)
         sys.stdout.write(self.findings.tell(self.study) + "\n")
         return not stopped

@@ -127,6 +127,21 @@ def guarded(pool: Executor) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def watched(pool: Executor) -> Iterator[None]:
+    """Around waiting for runs: what goes wrong, but for Ctrl-C, has those in progress saved."""
+    try:
+        yield
+    except KeyboardInterrupt:  # the caller's to answer
+        raise
+    except BrokenProcessPool as error:
+        stop(pool)
+        raise LabError("a worker died (memory?); the same command goes on from here") from error
+    except BaseException:  # a lost GPU or a full disk, say: nobody is left training
+        stop(pool)
+        raise
+
+
 def stop(pool: Executor) -> None:
     """Have runs in progress saved, and wait for that."""
     for worker in multiprocessing.active_children():

@@ -13,6 +13,16 @@ def kappa(gamma: Scalar, beta1: Scalar) -> Scalar:
     return gamma * (beta1 / (1.0 - beta1))
 
 
+def noise_ratio(gamma: Scalar, beta1: Scalar) -> float:
+    """Var(c)/Var(g) if g and h had independent noise: (1+κ)² + κ².
+
+    >>> round(noise_ratio(0.025, 0.95), 2)
+    2.4
+    """
+    k = float(kappa(gamma, beta1))
+    return (1 + k) ** 2 + k**2
+
+
 def correct(g: Tensor, h: Tensor, gamma: Scalar, beta1: Scalar) -> Tensor:
     """c = g + κ·(g − h)."""
     return g + kappa(gamma, beta1) * (g - h)

@@ -96,10 +96,10 @@ def _hyper(b: Batch) -> tuple[list[float], list[int]]:
     """A row of hyper-parameters, and the addresses of lr and γ where they are tensors."""
     k = b.k
     gamma = k.gamma if KINDS[b.kind].corrected else 0.0
-    addresses = [v.data_ptr() if isinstance(v, Tensor) else 0 for v in (b.lr, gamma)]
+    addresses = [v.data_ptr() if isinstance(v, Tensor) else 0 for v in (k.lr, gamma)]
     b1, b2 = float(k.beta1), float(k.beta2)
     row = [
-        b.ratio if isinstance(b.lr, Tensor) else b.lr * b.ratio, b1, b2, k.eps, float(k.decay),
+        b.ratio if isinstance(k.lr, Tensor) else k.lr * b.ratio, b1, b2, k.eps, float(k.decay),
         0.0 if isinstance(gamma, Tensor) else float(gamma), -1.0 if k.maximize else 1.0,
         float(k.raw), float(k.clip == "global"), b.max_grad_norm or 0.0,
         math.log(b1) if b1 else -math.inf, math.log(b2) if b2 else -math.inf,

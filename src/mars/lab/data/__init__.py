@@ -1,6 +1,6 @@
 """Tokens for training: corpora, shards, batches, and how shards are made."""
 
-from mars.lab.data.batches import Batches, Validation, validation
+from mars.lab.data.batches import Batches, Validation
 from mars.lab.data.command import DataArgs, data_command
 from mars.lab.data.manifest import verify
 from mars.lab.data.preparation import prepare
@@ -19,6 +19,5 @@ __all__ = [
     "open_tokens",
     "prepare",
     "tokenizer",
-    "validation",
     "verify",
 ]

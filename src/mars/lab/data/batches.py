@@ -106,11 +106,6 @@ class Validation:
         return _read(self.tokens, starts, self.context)
 
 
-def validation(tokens: Tokens, context: int, sequences: int) -> Validation:
-    """So many fixed windows of a stream, or as many as it has."""
-    return Validation(tokens, context, sequences)
-
-
 def shuffled(seed: int, epoch: int, count: int) -> npt.NDArray[np.int64]:
     """The numbers 0 … count − 1 in the random order of an epoch.
 

@@ -5,20 +5,20 @@
  "settings": {what decides the bytes of the shards},
  "shards": {"train": [{"file", "tokens", "bytes", "sha256"}, …], "valid": […]},
  "position": null, or while it is incomplete
-             {"source": …, "documents": …, "open": {"train": tokens of the open shard, …}}}
+             {"source": …, "split": …, "open": {"train": tokens of the open shard, …}}}
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mars.lab.errors import LabError
+from mars.lab.rundir import write_atomically
 
 FILE = "manifest.json"
 FORMAT = "mars.data"
@@ -52,7 +52,7 @@ class Manifest:
     def save(self, directory: Path) -> None:
         """Replace the directory's manifest; a kill leaves the old one or the new one."""
         text = json.dumps(asdict(self), indent=1)
-        replace(directory / FILE, text.encode("utf-8"))
+        write_atomically(directory / FILE, text.encode("utf-8"))
 
     def tokens(self, split: str) -> int:
         return sum(entry.tokens for entry in self.shards[split])
@@ -120,23 +120,3 @@ def sha256_of(path: Path) -> str:
         while block := file.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()
-
-
-def replace(path: Path, data: bytes) -> None:
-    """Write a file so that a kill or a power cut leaves the old content or the new."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make renames in a directory durable."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

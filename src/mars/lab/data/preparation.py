@@ -27,6 +27,7 @@ from mars.lab.data.manifest import FILE, SPLITS, Manifest, load_manifest
 from mars.lab.data.tokenizers import tokenizer as tokenizer_of
 from mars.lab.data.writing import SplitWriter
 from mars.lab.errors import LabError
+from mars.lab.rundir import TEMPORARY
 
 Progress = Callable[[int, int], None]
 
@@ -206,6 +207,8 @@ class _Preparation:
 
 def _begin(directory: Path, wanted: Manifest) -> Manifest:
     """The manifest to go on from; a new one if the directory is empty."""
+    for left in directory.glob(TEMPORARY + "*"):  # of a manifest that a kill kept from being one
+        left.unlink()
     if (directory / FILE).exists():
         manifest = load_manifest(directory)
         if manifest.position is None and not manifest.complete:
@@ -218,7 +221,7 @@ def _begin(directory: Path, wanted: Manifest) -> Manifest:
                     "--out, or delete it"
                 )
         return manifest
-    if any(path.name != FILE + ".tmp" for path in directory.iterdir()):
+    if any(directory.iterdir()):
         raise LabError(f"{directory} is not empty and has no {FILE}: take another --out")
     wanted.save(directory)
     return wanted

@@ -11,9 +11,10 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from mars.lab.data.manifest import Entry, sha256_of, sync_directory
+from mars.lab.data.manifest import Entry, sha256_of
 from mars.lab.data.tokenizers import Array
 from mars.lab.errors import LabError
+from mars.lab.rundir import sync_directory
 
 
 class SplitWriter:

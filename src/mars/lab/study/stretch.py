@@ -9,12 +9,10 @@ import shutil
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 from mars.lab import workers
-from mars.lab.errors import LabError
 from mars.lab.hardware import choose_device
 from mars.lab.pool import cores
 from mars.lab.report import units
@@ -96,19 +94,14 @@ class Stretch:
         """Whether it was interrupted."""
         seen: set[Any] = set()
         try:
-            while self._fill(pool) and not self._late():
-                for future in wait(self.active, 0.3, FIRST_COMPLETED).done:
-                    self._end(self.active.pop(future), future.result())
-                self._drain(records)
-                workers.check(seen)
+            with workers.watched(pool):
+                while self._fill(pool) and not self._late():
+                    for future in wait(self.active, 0.3, FIRST_COMPLETED).done:
+                        self._end(self.active.pop(future), future.result())
+                    self._drain(records)
+                    workers.check(seen)
         except KeyboardInterrupt:
             return True
-        except BrokenProcessPool as error:
-            workers.stop(pool)
-            raise LabError("a worker died (memory?); the same command goes on") from error
-        except BaseException:  # a full disk, say: nobody is left training
-            workers.stop(pool)
-            raise
         return False
 
     def _late(self) -> bool:

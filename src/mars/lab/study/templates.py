@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from mars.lab.config import Run
 from mars.lab.study.definition import Arm, Changes, Claim, Comparison, Study
+from mars.rule.estimator import noise_ratio
 
 Base = Callable[[str], Run]
 
@@ -69,8 +70,7 @@ def correction(name: str, base: Base, lr: float, what: str, gammas: tuple[float,
     arms = [mars_adamw(plain, lr, betas=PUBLISHED, gamma=0.0)]
     claims = []
     for gamma in gammas:
-        kappa = gamma * PUBLISHED[0] / (1 - PUBLISHED[0])
-        longer = math.sqrt((1 + kappa) ** 2 + kappa**2)
+        longer = math.sqrt(noise_ratio(gamma, PUBLISHED[0]))
         approximate, exact = f"γ = {gamma:g}", f"γ = {gamma:g}, exact"
         arms.append(mars_adamw(approximate, lr, betas=PUBLISHED, gamma=gamma))
         arms.append(mars_adamw(exact, lr, betas=PUBLISHED, gamma=gamma, exact=True))

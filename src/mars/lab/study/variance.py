@@ -27,6 +27,7 @@ from mars.lab import workers
 from mars.lab.config import Model
 from mars.lab.data import open_tokens
 from mars.lab.models import GPT
+from mars.rule.estimator import kappa, noise_ratio
 
 PLAIN, APPROXIMATE, EXACT = "plain", "approximate", "exact"
 EARLY, LATE = "early", "late"
@@ -55,20 +56,6 @@ class Experiment:
     @property
     def trajectories(self) -> list[Which]:
         return list(product(self.rates, self.batches, range(self.seeds)))
-
-
-def kappa(gamma: float, beta1: float) -> float:
-    return gamma * beta1 / (1 - beta1)
-
-
-def independent(gamma: float, beta1: float) -> float:
-    """Var(c)/Var(g) if g and h had independent noise: (1+κ)² + κ².
-
-    >>> round(independent(0.025, 0.95), 2)
-    2.4
-    """
-    k = kappa(gamma, beta1)
-    return (1 + k) ** 2 + k**2
 
 
 class _Problem:
@@ -228,7 +215,7 @@ def summary(
                 "part": part, "lr": rate, "batch": batch, "mode": mode, "gamma": gamma,
                 "beta1": beta, "error": total / square, "to_plain": total / plain[beta],
                 "variance_ratio": math.fsum(look.ratios[key] for look in own) / len(own),
-                "independent": independent(gamma, beta),
+                "independent": noise_ratio(gamma, beta),
                 "noise": math.fsum(look.noise for look in own) / square,
                 "turn": math.fsum(look.turn for look in own) / len(own),
             })  # fmt: skip

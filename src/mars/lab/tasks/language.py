@@ -10,7 +10,7 @@ from torch import nn
 
 from mars.lab import hardware
 from mars.lab.config import Data, Run
-from mars.lab.data import Batches, Tokens, check_vocabulary, open_tokens, validation
+from mars.lab.data import Batches, Tokens, Validation, check_vocabulary, open_tokens
 from mars.lab.errors import LabError
 from mars.lab.models import GPT, flops_per_token
 from mars.lab.tasks.base import Batch, Source, Task
@@ -54,7 +54,7 @@ class Language(Task):
         loop = self.run.loop
         train, valid = open_data(self.run)
         self.batches = Batches(train, self.per_row, loop.batch_size, loop.seed)
-        self.windows = validation(valid, self.per_row, loop.eval_sequences)
+        self.windows = Validation(valid, self.per_row, loop.eval_sequences)
         self.epoch_rows, self.held_out = self.batches.windows, len(self.windows)
         self.train, self.valid = (Source(t.source, len(t), t.sha256) for t in (train, valid))
         return self
