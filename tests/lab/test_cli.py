@@ -69,6 +69,9 @@ def test_a_recipes_help_groups_and_explains_all_fields(capsys: Capture) -> None:
         (["plan", "--gpus", "8", "llama-13b"], "(MODEL is the first word)"),
         (["race", "gpt-tiny", "--optimizers", "adamw@"], "'adamw@' is no NAME@RATE"),
         (["train", "gpt-tinny"], "unknown recipe 'gpt-tinny': did you mean gpt-tiny?"),
+        (["train", "gpt2"], "unknown recipe 'gpt2': did you mean gpt2-small, gpt2-small-fineweb"),
+        (["race", "--optimizers", "adamw,mars-m"], "separate names by spaces"),
+        (["data", "nope.txt"], "no such file: nope.txt; by name there are openwebtext"),
         (["train", "gpt-tiny", "--loop.stepz", "3"], "--loop.stepz"),
         (["train", "gpt-tiny", "--loop.steps", "many"], "--loop.steps"),
         (["train", "gpt-tiny", "--loop.steps", "0"], "loop.steps must be above 0"),
@@ -115,6 +118,9 @@ def test_a_file_without_a_recipe_is_refused(tmp_path: Path, capsys: Capture) -> 
     path.write_text('{"optimizer": {"name": "muon"}}')
     assert main(["train", str(path)]) == 1
     assert "mine.json names no recipe" in capsys.readouterr().err
+    path.write_text('{"recipe": "gpt-tinny", "loop": {"steps": 3}}')
+    assert main(["train", str(path), "--dry-run"]) == 1
+    assert "unknown recipe 'gpt-tinny': did you mean gpt-tiny?" in capsys.readouterr().err
 
 
 def test_without_the_extra_a_command_says_what_it_needs(

@@ -170,15 +170,17 @@ BAD = {
     "missing": ("no.jsonl", None, r"no such file: .*no\.jsonl.*openwebtext"),
     "kind": ("a.pdf", "x", r"a\.pdf is not \.txt"),
     "json": ("a.jsonl", '{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2: not JSON"),
-    "field": ("a.jsonl", '{"body": "a"}\n', r"line 1: no text in .* 'text' \(there are: body\)"),
-    "type": ("a.jsonl", '{"text": 3}\n', r"line 1: no text in the field 'text'"),
+    "field": ("a.jsonl", '{"body": "a"}\n', r"line 1: no field 'text' \(there are: body\)"),
+    "type": ("a.jsonl", '{"text": 3}\n', r"line 1: the field 'text' holds no text, but 3"),
+    "list": ("a.jsonl", '["a"]\n', r"line 1: a list, not an object with a field 'text'"),
+    "latin": ("a.txt", b"caf\xe9", r"is not UTF-8 text .*: convert it"),
     "gzip": ("a.jsonl.gz", "not gzip", r"a\.jsonl\.gz cannot be read"),
     "nested": ("a.jsonl", "[" * 100_000, r"a\.jsonl, line 1: not JSON"),
     "zstd": ("a.txt.zst", "not zstd", r"a\.txt\.zst cannot be read"),
     "parquet": ("a.parquet", "not parquet", r"a\.parquet is not a whole parquet"),
     "one document": ("a.jsonl", '{"text": "a"}\n', r"1 documents, and none was left for train"),
-    "nothing": ("a.jsonl", "", r"0 documents"),
-    "empty text": ("a.txt", "", r"0 documents"),
+    "nothing": ("a.jsonl", "", r"a\.jsonl is empty"),
+    "empty text": ("a.txt", "", r"a\.txt is empty"),
 }  # fmt: skip
 
 
@@ -186,7 +188,7 @@ BAD = {
 def test_bad_sources_are_refused_by_name_and_leave_no_trace(tmp_path: Path, case: str) -> None:
     name, text, message = BAD[case]
     if text is not None:
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(LabError, match=message):
         prepare(str(tmp_path / name), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -329,6 +329,7 @@ def test_a_flipped_bit_in_a_shard_is_told_and_the_one_before_used(tmp_path: Path
 
 def test_both_forms_of_a_checkpoint_convert_into_each_other(tmp_path: Path) -> None:
     """Muon is two optimizers in one, MARS has its own format of state."""
+    from mars.lab import loading
     from mars.lab.converting import ConvertArgs, convert_command
 
     for name in ("muon", "mars-adamw"):
@@ -350,6 +351,7 @@ def test_both_forms_of_a_checkpoint_convert_into_each_other(tmp_path: Path) -> N
         for other in (shards, training):
             assert torch.equal(flat(other), flat(before))
             assert torch.equal(state(other), state(before))
+        assert loading.find(single)[0].optimizer == made.optimizer  # as sample and init find it
         with pytest.raises(LabError, match="is there already"):
             convert_command(ConvertArgs(path, "single", tmp_path / f"{name}-out"))
         assert checkpoints(tmp_path / name) == ["best.json", "step-00000003"]

@@ -28,10 +28,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     logs.run(odd / "four", "mars-m", valid=False)
     logs.run(odd / "five", "my.module:Optimizer" * 4, head={"steps": 200})
     logs.write(odd / "six", [logs.header("soap")])
+    logs.run(top / "mixed" / "text", "adamw")
+    logs.vision(top / "mixed" / "images", seeds=1)
     folders = {
         "race": logs.race(top / "race"), "grid": logs.grid(top / "grid"), "odd": odd,
         "single": logs.run(top / "single", "mars-adamw"), "header": odd / "six",
-        "images": logs.vision(top / "images"),
+        "images": logs.vision(top / "images"), "mixed": top / "mixed",
     }  # fmt: skip
     written = {}
     for name, folder in folders.items():
@@ -316,6 +318,14 @@ def test_it_prints_in_light_colours(browser: Any, pages: dict[str, Path]) -> Non
     page.js("dispatchEvent(new Event('afterprint'))")
     assert page.js(stroke) == dark
     assert len(browser.print_page()) > 20_000
+
+
+def test_text_and_images_in_one_report_are_drawn(browser: Any, pages: dict[str, Path]) -> None:
+    page = Page(browser, pages["mixed"])
+    assert page.lines()
+    page.press("x", "step")
+    assert len(page.lines()) > 1
+    assert page.errors() == []
 
 
 def test_images_are_shown_by_accuracy_over_epochs(browser: Any, pages: dict[str, Path]) -> None:

@@ -167,7 +167,7 @@ def test_the_command_writes_beside_the_first_path(
     assert written == race / "report.html"
     assert said.endswith(f"\n{written}\n")
     assert "to Muon" in said  # the race's baseline
-    report_command(ReportArgs(runs=(str(race / "muon-s0" / "log.jsonl"),), baseline="adamw"))
+    report_command(ReportArgs(runs=(str(race / "muon-s0" / "log.jsonl"),)))
     assert (race / "muon-s0" / "report.html").exists()
 
 
@@ -178,6 +178,8 @@ def test_bad_input_leaves_the_old_report_alone(tmp_path: Path) -> None:
         report_command(ReportArgs(runs=(str(race), str(tmp_path / "nope"))))
     with pytest.raises(LabError, match="does not exist"):
         report_command(ReportArgs(runs=(str(race),), out=str(tmp_path / "no" / "where.html")))
+    with pytest.raises(LabError, match="--baseline foo: no run is by it; there are adamw"):
+        report_command(ReportArgs(runs=(str(race),), baseline="foo"))
     assert (race / "report.html").read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["race"]
 

@@ -336,6 +336,34 @@ def test_a_committed_grid_fills_in_for_rates_that_were_not_run(tmp_path: Path) -
     assert (curve.best, curve.bracketed, curve.source) == (1e-3, True, "mars tune gpt-tiny")
 
 
+def test_a_grid_of_other_runs_is_not_drawn(tmp_path: Path) -> None:
+    race = logs.race(tmp_path / "race", names=("adamw", "muon"))
+    own = 400 * logs.PER_STEP
+    losses = {"0.001": [3.1], "0.01": [3.5]}
+    tuned = {name: {"label": name, "losses": losses} for name in ("adamw", "soap")}
+    for tokens, drawn in ((own, ["adamw"]), (25 * own, [])):
+        summary = summarise(load([race]), rates={"tokens": tokens, "optimizers": tuned})
+        assert [curve.optimizer for curve in summary.sensitivity] == drawn
+        assert any("grid of rates is not drawn" in text for text in summary.warnings) != bool(drawn)
+
+
+def test_runs_that_only_look_like_a_grid_are_told(tmp_path: Path) -> None:
+    for lr, lr_1d in ((1e-3, 5e-4), (2e-3, 1e-3), (4e-3, 8e-3)):
+        own = {**logs.header("mars-m", lr)["config"], "optimizer": {"lr": lr, "lr_1d": lr_1d}}
+        run(tmp_path, "mars-m", 0, {0: 5.0, 400: 3.0 + lr}, lr, config=own)
+    (warning,) = (w for w in summarise(load([tmp_path])).warnings if "lr_1d" in w)
+    assert "different lr_1d / lr (0.5, 2)" in warning
+
+
+def test_an_extended_run_is_told(tmp_path: Path) -> None:
+    run(tmp_path, "adamw", 0, {0: 5.0, 400: 3.0})
+    path = next(tmp_path.glob("*/log.jsonl"))
+    first, *rest = path.read_text().splitlines()
+    event = {"kind": "event", **logs.at(200), "what": "extended", "text": "from 200"}
+    path.write_text("\n".join([first, json.dumps(event), *rest]) + "\n")
+    assert any("a run was extended" in text for text in summarise(load([tmp_path])).warnings)
+
+
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"optimizers": {"adamw": {}}}',
              '{"optimizers": {"adamw": {"losses": {"x": [1]}}}}',

@@ -122,6 +122,10 @@ def test_a_study_from_nothing_to_its_verdict(tmp_path: Path, capsys: Capture) ->
     assert not (there / "runs").exists()
     assert main(["study", NAME, "--out", str(there), "--verdict-only"]) == 0
     assert "MARS: lower than AdamW — " in capsys.readouterr().out
+    kept = (there / "verdict.md").read_bytes()
+    assert main(["study", "tiny-clip", "--out", str(there), "--verdict-only"]) == 1
+    assert "holds runs of another study, none of tiny-clip" in capsys.readouterr().err
+    assert (there / "verdict.md").read_bytes() == kept
 
     # One run of other code, and it is refused; nothing changes.
     path = there / "results.jsonl"

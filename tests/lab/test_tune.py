@@ -109,10 +109,10 @@ def test_a_search_begins_with_what_was_measured_then_with_the_recipe(
     said = capsys.readouterr()
     assert said.err.count("first: ") == 1
     first = (
-        "first: recommended, then the recipe's own settings: lr 0.032, lr_1d / lr 2.0: best of 4"
+        "first: recommended, then the recipe's own settings: lr 0.032: best of 4 rates by 10 seeds"
     )
     assert first in said.err
-    source = "docs/results/tiny-scale/results.jsonl, Muon, lr_1d = 2 lr"
+    source = "docs/results/tiny-scale/results.jsonl, Muon"  # not with lr_1d = 2 lr: not searched
     assert f"75 times more tokens ({source})" in said.err
     rows = [line for line in said.out.splitlines() if "the recipe's own" in line]
     assert len(rows) == 1
@@ -205,7 +205,7 @@ def test_divergence_is_a_result_not_a_crash(
     assert not (out / "best.json").exists()
     assert log.read(out / "trial-0000")[-1]["status"] == "failed"
     said = capsys.readouterr()
-    assert "no trial is complete yet" in said.out
+    assert "no trial is complete yet: 2 of 2 diverged or failed; lower optimizer.lr" in said.out
     assert "diverged" in said.err
 
 
@@ -274,7 +274,7 @@ def test_two_trials_at_a_time(tmp_path: Path) -> None:
     assert tune_command(words) == 0
     about = found(out)
     assert [t["state"] for t in about["trials"]] == ["complete"] * 3
-    assert about["trials"][1]["values"]["lr"] == 1e-2  # the first is what was measured elsewhere
+    assert about["trials"][0]["values"]["lr"] == 1e-2  # nothing like it was measured elsewhere
     assert len({made.final for made in load([out])}) == 3
 
 

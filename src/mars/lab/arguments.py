@@ -106,7 +106,9 @@ def shorthands(words: list[str]) -> list[str]:
     return found
 
 
-def recipe_of(words: list[str], default: str | None, prog: str) -> tuple[str, list[str]]:
+def recipe_of(
+    words: list[str], default: str | None, prog: str, about: str = ""
+) -> tuple[str, list[str]]:
     """The recipe's name (the first word, unless it is an option), and the other words."""
     if words and not words[0].startswith("-"):
         return words[0], words[1:]
@@ -114,7 +116,7 @@ def recipe_of(words: list[str], default: str | None, prog: str) -> tuple[str, li
         known = "".join(f"\n  {name:22} {r.about}" for name, r in recipes.RECIPES.items())
         if any(word in ("-h", "--help") for word in words):
             print_out(
-                f"usage: {prog} RECIPE [options]\n\n"
+                f"usage: {prog} RECIPE [options]\n\n{about}\n\n"
                 "RECIPE is one of those below, a JSON file with fields to override "
                 f"(as `mars tune` writes it),\nor the directory of a run to go on with. "
                 f"`{prog} RECIPE --help` explains every option.\n{known}\n"
@@ -187,8 +189,8 @@ def overridden(values: dict[str, Any], optimizer: str | None = None) -> Run:
     if optimizer and named and optimizer != named:
         raise LabError(f"the configuration is for {named}: it says nothing about {optimizer}")
     name = values.get("recipe", "custom")
-    known = name in recipes.RECIPES
-    base = recipes.make(name, optimizer or named) if known else _plain(values)
+    own_model = name not in recipes.RECIPES and "model" in values
+    base = _plain(values) if own_model else recipes.make(name, optimizer or named)
     merged = to_json(base)
     for part, fields in values.items():
         if isinstance(fields, dict) and isinstance(merged.get(part), dict):

@@ -53,7 +53,8 @@ def _train(words: list[str]) -> int:
     from mars.lab.train import train
 
     command = shlex.join(["mars", "train", *words])
-    recipe, words = arguments.recipe_of(words, None, "mars train")
+    what = "Train one model by one optimizer; interrupted, the same command goes on."
+    recipe, words = arguments.recipe_of(words, None, "mars train", what)
     words = arguments.shorthands(words)
     base = arguments.base_run(recipe, words)
     default = arguments.with_defaults(arguments.TrainArgs, base)

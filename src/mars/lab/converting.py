@@ -60,6 +60,8 @@ def convert_command(args: ConvertArgs) -> Path:
         try:
             temporary.mkdir(parents=True)
             (_to_shards if args.to == "sharded" else _to_one)(path, manifest, temporary)
+            if args.out is not None and (run / "config.json").is_file():
+                shutil.copy(run / "config.json", temporary)
             retention.publish(temporary, final)
         except OSError as error:
             raise CheckpointError(

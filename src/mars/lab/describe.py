@@ -52,7 +52,7 @@ def _parameters(model: nn.Module) -> str:
 def rate(run: Run, model: nn.Module) -> str:
     """Which runs the learning rate comes from, and the best setting that was measured nearby."""
     about = sum(p.numel() for p in model.parameters()), *settings.seen(run)
-    own = settings.recommended(run.optimizer, *about, alike=True)
+    own = settings.recommended(run.optimizer, *about, free=())
     best = settings.recommended(run.optimizer, *about)
     if best is None:
         return f"lr {run.optimizer.lr:g}: no grid here had this optimizer with these options"

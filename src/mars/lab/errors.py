@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class LabError(Exception):
@@ -16,11 +17,20 @@ class Elsewhere(LabError):
     """An error that another process of the run reports: this one ends without a word."""
 
 
+def not_utf8(path: Path, error: UnicodeDecodeError) -> str:
+    return f"{path} is not UTF-8 text ({error.reason}): convert it (iconv -f LATIN1 -t UTF-8)"
+
+
 def meant(name: str, known: Iterable[str]) -> str:
     """A question, if one of the known names is near to this one; else nothing.
 
     >>> meant("muonn", ["adamw", "muon"]), meant("sgd", ["adamw", "muon"])
     ('did you mean muon?', '')
+    >>> meant("gpt2", ["gpt2-small", "gpt2-xl"])
+    'did you mean gpt2-small, gpt2-xl?'
     """
-    near = difflib.get_close_matches(name.lower(), list(known), 1)
-    return f"did you mean {near[0]}?" if near else ""
+    names = list(known)
+    begins = [other for other in names if name and other.startswith(name.lower())]
+    near = [name.lower()] if name.lower() in names else begins
+    near = near or difflib.get_close_matches(name.lower(), names, 1)
+    return f"did you mean {', '.join(near)}?" if near else ""

@@ -135,7 +135,10 @@ class Findings:
         """The best trials, what mattered, and what to do next."""
         trials = ranked(study)
         if not trials:
-            return f"no trial is complete yet: {self.directory}"
+            ended = study.get_trials(deepcopy=False)
+            lost = sum(t.state.is_finished() for t in ended)
+            why = f": {lost} of {len(ended)} diverged or failed; lower optimizer.lr" * bool(lost)
+            return f"no trial is complete yet{why}: {self.directory}"
         values = {name: found.own for name, found in self.ranges.items()}
         own = [t for t in trials[SHOWN:] if t.params == values]
         rows = [("trial", search.judged_by(self.run), *self.ranges, "")]

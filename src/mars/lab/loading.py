@@ -75,7 +75,8 @@ def find(path: Path, choice: str | None = None) -> tuple[Run, Path]:
     """The configuration of a run, and the checkpoint to take."""
     if (path / MANIFEST).is_file():
         _no_choice(path, choice, "a checkpoint")
-        return read_config(path.parent.parent / "config.json"), path
+        own = path / "config.json"  # of one that `mars convert` has put elsewhere
+        return read_config(own if own.is_file() else path.parent.parent / "config.json"), path
     if not (path / "config.json").is_file():
         raise LabError(
             f"{path} is neither a run directory nor a checkpoint, nor a Hugging Face folder"
@@ -84,7 +85,8 @@ def find(path: Path, choice: str | None = None) -> tuple[Run, Path]:
     found = _choose(path, choice)
     if found is None:
         known = "" if choice is None else "; --checkpoint is best, last, or a step that was kept"
-        raise LabError(f"{path} has no {choice or 'intact'} checkpoint{known}")
+        what = "intact checkpoint" if any(path.glob("checkpoints/step-*")) else "checkpoint yet"
+        raise LabError(f"{path} has no {choice + ' checkpoint' if choice else what}{known}")
     return run, found
 
 

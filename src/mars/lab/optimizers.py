@@ -137,7 +137,8 @@ def _dotted(name: str) -> Entry:
     """A class of the user's, as ``package.module:Class``."""
     module, colon, attribute = name.partition(":")
     if not colon:
-        known = f"{meant(name, REGISTRY)} known: {', '.join(sorted(REGISTRY))}".lstrip()
+        near = "separate names by spaces;" if "," in name else meant(name, REGISTRY)
+        known = f"{near} known: {', '.join(sorted(REGISTRY))}".lstrip()
         raise LabError(f"unknown optimizer {name!r}; {known}; your own: package.module:Class")
     if (here := str(Path.cwd())) not in sys.path:  # as `python -m` has it
         sys.path.insert(0, here)

@@ -55,7 +55,8 @@ def race_command(words: list[str]) -> int:
     default = arguments.with_defaults(RaceArgs, base)
     about = (
         f"Race optimizers on {recipe}. What you override counts for all of them; else each has "
-        "its own tuned settings. Results go to keep.out, by default runs/race-RECIPE."
+        "its own tuned settings. The first word may be another recipe (`mars train --help` lists "
+        "them). Results go to keep.out, by default runs/race-RECIPE."
     )
     args = arguments.parse(RaceArgs, words, f"mars race {recipe}", about, default)
     return race(args, base, arguments.asked(words, args), command)
@@ -177,7 +178,8 @@ def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
         sys.stderr.writelines(f"{line}\n" for line in origins(jobs))
         if "lr" in asked.get("optimizer", {}) and len({job.run.optimizer.name for job in jobs}) > 1:
             sys.stderr.write(
-                f"! --optimizer.lr is one rate for all, tuned for none; a grid: {GRID}\n"
+                "! --optimizer.lr is one rate for all, tuned for none, and lr_1d stays what it "
+                f"was (NAME@{args.optimizer.lr:g} moves both); a grid: {GRID}\n"
             )
     device = choose_device(args.loop.device)
     processes = args.jobs or (min(cores(), len(jobs)) if device.type == "cpu" else 1)

@@ -177,7 +177,10 @@ def _check_directory(run: Run, directory: Path, extend: bool) -> Run | None:
     if difference:
         field, old, new = difference
         held = f"{directory} holds a run with {field} = {old!r}, not {new!r}"
-        raise LabError(f"{held}: choose another --keep.out, or go on with `mars train {directory}`")
+        raise LabError(
+            f"{held}: choose another --keep.out, or go on with `mars train {directory}`, changing "
+            "nothing (but loop.steps to more)"
+        )
     return begun
 
 

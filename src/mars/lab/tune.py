@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +52,8 @@ class TuneArgs(Run):
 def tune_command(words: list[str]) -> int:
     """The command line of a search."""
     command = shlex.join(["mars", "tune", *words])
-    recipe, words = arguments.recipe_of(words, None, "mars tune")
+    what = "Search the learning rate, weight decay and gamma of one optimizer, by short trainings."
+    recipe, words = arguments.recipe_of(words, None, "mars tune", what)
     words = arguments.shorthands(words)
     base = arguments.base_run(recipe, words)
     default = arguments.with_defaults(TuneArgs, base)
@@ -82,7 +83,7 @@ def tune(args: TuneArgs, directory: Path, command: str) -> int:
     jobs = args.jobs or (min(cores(), max(1, args.trials // 4)) if on_cpu else 1)
     if jobs > 1 and run.loop.threads is None:
         run = run.replace(loop={"threads": max(1, cores() // jobs)})
-    first, said = search.starts(ranges, advice(run))
+    first, said = search.starts(ranges, advice(run, ranges))
     found = Findings(directory, run, ranges, args.seeds, command)
     found.compare()
     if not (directory / "study").exists():
@@ -94,10 +95,11 @@ def tune(args: TuneArgs, directory: Path, command: str) -> int:
     return 0
 
 
-def advice(run: Run) -> settings.Recommendation | None:
-    """What was measured for a model and a number of tokens like the run's."""
+def advice(run: Run, searched: Collection[str]) -> settings.Recommendation | None:
+    """What was measured for a model and tokens like the run's, with all else as the run has it."""
+    free = ["lr_1d / lr" if name == "lr_1d" else name for name in searched]
     parameters = tasks.of(run).parameters
-    return settings.recommended(run.optimizer, parameters, *settings.seen(run))
+    return settings.recommended(run.optimizer, parameters, *settings.seen(run), free=free)
 
 
 class _Here(Executor):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from mars.lab.data.tokenizers import last_border
-from mars.lab.errors import LabError, meant
+from mars.lab.errors import LabError, meant, not_utf8
 
 # What `mars data` fetches by these names: text from the Hugging Face hub, images from their makers.
 NAMED = ("openwebtext", "fineweb-edu", "cifar10", "cifar100", "tiny-imagenet")
@@ -99,7 +99,7 @@ class LocalDocuments:
         except zlib.error as error:
             raise LabError(f"{path} is damaged: {error}") from error
         except UnicodeDecodeError as error:
-            raise LabError(f"{path} is not UTF-8 text ({error.reason})") from error
+            raise LabError(not_utf8(path, error)) from error
 
 
 def kind_of(path: Path) -> str | None:
@@ -130,8 +130,9 @@ def local_files(source: str) -> list[Path]:
     names = sorted(glob.glob(str(path), recursive=True))
     found = [Path(name) for name in names if Path(name).is_file()]
     if not found:
-        hint = meant(source, NAMED) or f"by name there are {', '.join(NAMED)}"
-        raise LabError(f"no such file: {source}; {hint}, and hf:org/name[:config[:split]]")
+        near = "" if path.suffix else meant(source, NAMED)
+        known = f"by name there are {', '.join(NAMED)} and hf:org/name[:config[:split]]"
+        raise LabError(f"no such file: {source}; {near or known}")
     return found
 
 
@@ -227,5 +228,9 @@ def text_of(record: Any, field: str, where: str) -> str:
     text = record.get(field) if isinstance(record, dict) else None
     if isinstance(text, str):
         return text
-    has = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-    raise LabError(f"{where}: no text in the field {field!r} (there are: {has}); say --text-field")
+    if not isinstance(record, dict):
+        raise LabError(f"{where}: a {type(record).__name__}, not an object with a field {field!r}")
+    if field in record:
+        raise LabError(f"{where}: the field {field!r} holds no text, but {record[field]!r:.40}")
+    has = ", ".join(map(str, record)) or "none"
+    raise LabError(f"{where}: no field {field!r} (there are: {has}); say --text-field")

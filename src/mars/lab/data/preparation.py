@@ -196,6 +196,8 @@ class _Preparation:
     def _end(self) -> None:
         for split, writer in self.writers.items():
             if not writer.tokens:
+                if not any(w.tokens for w in self.writers.values()):
+                    raise LabError(f"{self.found.name} is empty")
                 raise LabError(
                     f"{self.found.name} has {self.manifest.documents} documents, and none was left "
                     f"for {split}: give more, or another --valid-documents"

@@ -11,7 +11,7 @@ from mars.lab.data.embedded import embedded
 from mars.lab.data.manifest import FILE, Entry, check_shard, load_manifest
 from mars.lab.data.shards import Shard, Tokens, cut_shards, open_shard
 from mars.lab.data.tokenizers import tokenizer as tokenizer_of
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, not_utf8
 
 Split = Literal["train", "valid"]
 
@@ -78,7 +78,7 @@ def _read_text(path: Path) -> str:
     except OSError as error:
         raise LabError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise LabError(f"{path} is not UTF-8 text (byte {error.start})") from error
+        raise LabError(not_utf8(path, error)) from error
 
 
 def _from_manifest(directory: Path, split: Split, tokenizer: str) -> Tokens:
@@ -125,7 +125,7 @@ def _matching(path: Path, source: str) -> list[Path]:
     if not files:
         raise LabError(
             f"no such file or directory: {source}; the embedded corpus is 'tinyshakespeare', and "
-            f"datasets are prepared first: `mars data {source} --out DIR`"
+            "datasets are prepared first: `mars data NAME --out DIR`"
         )
     for file in files:
         if file.suffix != ".bin":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -160,13 +160,13 @@ def compared(
 
 def recommended(
     optimizer: Optimizer, parameters: int, seen: int, unit: str = "tokens",
-    batch: int | None = None, *, alike: bool = False,
+    batch: int | None = None, *, free: Collection[str] | None = None,
 ) -> Recommendation | None:  # fmt: skip
     """The setting nearest in log(parameters) and log(tokens); of equally near ones that with the
-    nearest batch, then the best.
+    nearest batch, then the best. One seed is the beginning of a study: only if there is no other.
 
     Only such with the same mode and the same further options (which may change what a rate means);
-    with ``alike``, with everything the same but the rate.
+    with ``free``, with everything the same but the rate and these.
     """
     asked = fields(optimizer)
     found = []
@@ -174,9 +174,14 @@ def recommended(
         same = ("name", "exact", "options")
         if own.unit != unit or any(own.optimizer.get(n) != asked.get(n) for n in same):
             continue
-        if not alike or besides(own.optimizer) == besides(asked):
-            found.append(compared(own, optimizer, parameters, seen, batch))
-    return min(found, key=lambda r: (r.distance, r.setting.loss, r.setting.source), default=None)
+        near = compared(own, optimizer, parameters, seen, batch)
+        if free is None or near.others.keys() <= set(free):
+            found.append(near)
+
+    def order(r: Recommendation) -> tuple[Any, ...]:
+        return r.setting.seeds < 2, r.distance, r.setting.loss, r.setting.source
+
+    return min(found, key=order, default=None)
 
 
 def of_recipe(run: Run) -> Setting | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mars.lab.errors import LabError
 from mars.lab.report import fit, page
+from mars.lab.report.compare import is_baseline
 from mars.lab.report.rates import read_rates
 from mars.lab.report.runs import RunLog, load
 from mars.lab.report.summary import summarise
@@ -39,6 +40,9 @@ class ReportArgs:
 def report_command(args: ReportArgs) -> Path:
     """Write the report, print the table and where the page is."""
     runs = load(args.runs)
+    if args.baseline and not any(is_baseline(run, args.baseline) for run in runs):
+        there = ", ".join(dict.fromkeys(run.optimizer for run in runs))
+        raise LabError(f"--baseline {args.baseline}: no run is by it; there are {there}")
     rates = _known_rates(runs) if args.rates is None else read_rates(args.rates)
     summary = summarise(runs, args.baseline or _baseline(runs), rates)
     out = Path(args.out) if args.out is not None else _beside(Path(args.runs[0]))

@@ -11,7 +11,7 @@ const AXES = {
 function columns(run, metric, smooth) {
   const [part, name] = metric.split('.');
   const from = part === 'diagnostics' ? run.diagnostics[state.group] : run[part];
-  if (!from || !from[name] || !from[name].some((v) => v !== null)) return null;
+  if (!from || !from[state.x] || !from[name] || !from[name].some((v) => v !== null)) return null;
   const thinned = smooth > 0 && metric === 'train.loss' ? from.smooth : null;
   const given = thinned || from[name];
   let y = given;

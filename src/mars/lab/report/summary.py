@@ -92,8 +92,20 @@ class Summary:
         return (*own, *(curve for curve in self.rates if curve.optimizer not in seen))
 
     def with_rates(self, rates: Mapping[str, Any] | None) -> Summary:
-        """The same with a committed grid beside it."""
-        return self if rates is None else dataclasses.replace(self, rates=tuple(from_grid(rates)))
+        """The same with the curves of a committed grid beside it, if that is of such runs."""
+        if rates is None:
+            return self
+        there = {name for entry in self.entries for name in (entry.optimizer, entry.label)}
+        curves = [c for c in from_grid(rates) if {c.optimizer, c.label} & there]
+        unit = self.measure.unit
+        steps = [run.header.get(f"{unit}_per_step") for run in self.runs]
+        own = max((n * r.steps for n, r in zip(steps, self.runs, strict=True) if n), default=0)
+        told = rates.get(unit)
+        if curves and own and isinstance(told, int) and not 0.5 <= own / told <= 2:
+            text = f"the recipe's grid of rates is not drawn: its runs had {told:,} {unit}, these "
+            text += f"{own:,}"
+            return dataclasses.replace(self, warnings=(*self.warnings, text))
+        return dataclasses.replace(self, rates=tuple(curves))
 
 
 def summarise(
@@ -149,6 +161,17 @@ def _entry(label: str, members: Sequence[RunLog], why: str | None) -> tuple[Entr
         incomparable=why,
         **_cost([run for run in at if run.final is not None] or at),
     )
+    ratios = {f"{r:.2g}" for run in kept if (r := _ratio_1d(run)) is not None}
+    if len(ratios) > 1:
+        warnings.append(
+            f"{label}: its runs have different lr_1d / lr ({', '.join(sorted(ratios))}), which is "
+            "not one grid"
+        )
+    if any(event.get("what") == "extended" for run in at for event in run.events):
+        warnings.append(
+            f"{label}: a run was extended when it had ended, so its rate fell twice: one of this "
+            "length from the start is another run"
+        )
     for run in members:
         if run.status != "done":
             warnings.append(f"{label}, lr {run.lr:g}, seed {run.seed}: {describe(run)}")
@@ -156,6 +179,14 @@ def _entry(label: str, members: Sequence[RunLog], why: str | None) -> tuple[Entr
             lines = _count(run.ignored, "line")
             warnings.append(f"{label}, seed {run.seed}: {lines} of its log could not be read")
     return entry, warnings
+
+
+def _ratio_1d(run: RunLog) -> float | None:
+    """The rate of what is no hidden matrix, in that of the matrices."""
+    config = run.header.get("config")
+    own = config.get("optimizer") if isinstance(config, dict) else None
+    lr_1d = own.get("lr_1d") if isinstance(own, dict) else None
+    return lr_1d / run.lr if isinstance(lr_1d, (int, float)) and run.lr else None
 
 
 def _over(runs: Sequence[RunLog], get: Callable[[RunLog], float | None]) -> Spread | None:

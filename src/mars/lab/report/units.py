@@ -25,6 +25,8 @@ def seconds(value: float | None) -> str:
     """
     >>> seconds(0.0123), seconds(4.2), seconds(200), seconds(7380), seconds(180000)
     ('12.3 ms', '4.2 s', '3 min 20 s', '2 h 3 min', '2 d 2 h')
+    >>> seconds(59.97), seconds(3599.7), seconds(86399.9)
+    ('1 min', '1 h', '1 d')
     """
     if value is None:
         return "–"
@@ -37,7 +39,7 @@ def seconds(value: float | None) -> str:
         (3600, "h", 60, "min"),
         (60, "min", 1, "s"),
     ):
-        if value >= unit:
+        if round(value / small) * small >= unit:
             whole, rest = divmod(round(value / small), unit // small)
             return f"{whole} {name}" + (f" {rest} {part}" if rest else "")
     return "–"

@@ -94,7 +94,10 @@ def go_on(name: str, args: StudyArgs, command: str) -> int:
             raise LabError(f"{file.path} is not there: nothing has been run, or give --out")
         with RunDirectory(directory).lock() if args.take else nullcontext():
             _take(study, file, args.take)
-        fingerprint.check(study, file.read(), directory)
+        results = file.read()
+        if results and not {r.arm for r in results} & {arm.label for arm in study.arms}:
+            raise LabError(f"{directory} holds runs of another study, none of {study.name}")
+        fingerprint.check(study, results, directory)
     else:
         study.common()
         others = _others(study, args.arms)
