@@ -25,7 +25,7 @@ from mars.lab.errors import LabError
 from mars.lab.hardware import choose_device
 from mars.lab.models import GPT, peak_flops
 from mars.lab.optimizers import REGISTRY, build
-from mars.lab.report import units
+from mars.lab.report import fit, units
 
 # Packages and what they are for; the first are needed to train.
 NEEDED = (
@@ -152,9 +152,7 @@ def engines(device: torch.device) -> Iterator[str]:
         header, *rows = engine_rows(optimizer)
         table[0][1:] = header
         table += [[name, *row] for row in rows]
-    for row in table:
-        widths = (14, 12, 14, 9, 11)
-        yield ("".join(map(str.ljust, row, widths)) + "".join(row[5:])).rstrip()
+    yield from fit.aligned(table)
 
 
 def self_check(device: torch.device, compile_: bool, broken: list[str]) -> Iterator[str]:

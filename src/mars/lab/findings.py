@@ -14,7 +14,7 @@ from mars.lab import arguments, recipes, search
 from mars.lab.config import Run, from_json, to_json
 from mars.lab.errors import LabError
 from mars.lab.optimizers import label
-from mars.lab.report import units
+from mars.lab.report import fit, units
 from mars.lab.rundir import write_atomically
 
 if TYPE_CHECKING:
@@ -151,12 +151,11 @@ class Findings:
             )
             for t in trials[:SHOWN] + own
         ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         many = f"{len(trials)} complete trials" if len(trials) > 1 else "one complete trial"
         path = shlex.quote(str(self.directory / "best.json"))
         return "\n".join([
             f"\n{label(self.run.optimizer.name)} on {self.run.recipe}, {many}:",
-            *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
+            *fit.aligned(rows),
             *self._remarks(study, trials[0]),
             f"\nto use it: mars train {path}",
         ])  # fmt: skip

@@ -76,12 +76,7 @@ def _mean_difference(a: Sequence[Result], b: Sequence[Result]) -> Number:
 
 
 def _aligned(rows: fit.Rows) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        left = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
-        right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
-        lines.append("  ".join(left + right).rstrip())
+    lines = fit.aligned(rows, 2)
     return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])
 
 

@@ -14,18 +14,8 @@ from mars.lab.report import fit, units
 
 def table(rows: fit.Rows, left: int = 1, room: int | None = None) -> str:
     """Aligned columns under a head; the first ``left`` ones to the left, and in every part."""
-    return "\n\n".join(_aligned(part, left) for part in fit.blocks(rows, room, left))
-
-
-def _aligned(rows: fit.Rows, left: int) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    parts = fit.blocks(rows, room, left)
+    return "\n\n".join("\n".join(fit.aligned(part, left)) for part in parts)
 
 
 def describe(job: Job, predictions: Sequence[Prediction], room: int | None = None) -> str:

@@ -16,6 +16,22 @@ def room() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
+def aligned(rows: Rows, left: int | None = None) -> list[str]:
+    """Lines of equal columns, the first ``left`` of them (None: all) to the left, others right.
+
+    >>> aligned([("", "loss"), ("AdamW", "12.5")], left=1)
+    ['       loss', 'AdamW  12.5']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = len(widths) if left is None else left
+    return [
+        (" " * GAP)
+        .join([*map(str.ljust, row[:left], widths), *map(str.rjust, row[left:], widths[left:])])
+        .rstrip()
+        for row in rows
+    ]
+
+
 def blocks(rows: Rows, room: int | None, labels: int = 1) -> list[Rows]:
     """The table in parts that have room, one below the other; its first columns are in each.
 

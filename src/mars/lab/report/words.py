@@ -118,7 +118,8 @@ def table(summary: Summary, room: int | None = None) -> str:
     others = sum(max(len(row[i]) for row in rows) + 2 for i in range(1, len(head)))
     rows = [(_cut(row[0], max(12, WIDTH - others)), *row[1:]) for row in rows]
     width = min(WIDTH, room or WIDTH)
-    text = "\n\n".join(_align(part) for part in fit.blocks(rows, width))
+    parts = fit.blocks(rows, width)
+    text = "\n\n".join("\n".join(fit.aligned(part, 1)) for part in parts)
     said = [f"! {warning}" for warning in summary.warnings]
     said.append(LEGENDS[summary.measure.unit])
     above, *below = (fit.fold(line, width, "") for line in (headline(summary), *said))
@@ -165,15 +166,6 @@ def _versus(entry: Entry) -> str:
 
 def _ratio(value: float | None) -> str:
     return "–" if value is None else f"{value:.0%}"
-
-
-def _align(rows: fit.Rows) -> str:
-    """Names to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-        for row in rows
-    )
 
 
 def _cut(text: str, width: int) -> str:

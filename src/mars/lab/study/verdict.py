@@ -200,10 +200,7 @@ def terminal(v: Verdict, room: int | None = None) -> str:
     """Plain text, for a terminal with this many columns."""
     lines = [fit.fold(f"{v.study.name}: {v.study.question}", room), f"{v.count}", ""]
     for rows in fit.blocks(_table(v), room):
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            lines.append("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
-        lines.append("")
+        lines += [*fit.aligned(rows), ""]
     return "\n".join([*lines, *(fit.fold(sentence(j), room) for j in v.judged)])
 
 
