@@ -18,7 +18,7 @@ LINES = (
     "rule",
     "engines options sharding",
     "state",
-    "exchange dispatch exact groups loading schedules",
+    "exchange dispatch clipping exact groups loading schedules",
     "plan",
     "collect",
     "optimizer",

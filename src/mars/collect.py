@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from mars import exchange
+from mars.clipping import clip_gradients, clip_lengths
 from mars.dispatch import (
     capturing,
-    clip_gradients,
-    clip_lengths,
     engine_for,
     new_batch,
     one_launch,

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
-from mars.engines import Batch, cpu, foreach, interpreted, reference
+from mars.engines import Batch, interpreted
 from mars.options import LEAN_BUFFERS, ratio_1d, state_format
 from mars.rule import KINDS, Hyper
 from mars.rule.estimator import Scalar
 from mars.rule.newton_schulz import NewtonSchulz
-from mars.sharding import ALONE, Ranks, whole_norms
+from mars.sharding import ALONE, Ranks
 from mars.state import kind_of, needs_last_grad
 
 Group = dict[str, Any]
@@ -27,7 +26,6 @@ logger = logging.getLogger("mars")
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NOT_CONTIGUOUS = "not contiguous"
-NORMS = {"reference": reference.norms, "foreach": foreach.norms, "cpu": cpu.norms}
 
 
 def engine_for(group: Group, params: list[Tensor]) -> str:
@@ -178,86 +176,3 @@ def new_batch(kind: str, group: Group, index: int, x: Tensor, t: Tensor, fused: 
     )  # fmt: skip
     set_numbers(batch, group, x, fused)
     return batch
-
-
-def _whole(norms: Sequence[Sequence[Tensor]], batches: Sequence[Batch]) -> list[list[Tensor]]:
-    """The norms of whole tensors, batch by batch, from those of the parts that are here."""
-    layouts = [b.layouts or [None] * len(b.x) for b in batches]
-    if not any(b.layouts for b in batches):
-        return [list(own) for own in norms]
-    flat = iter(whole_norms(list(chain(*norms)), list(chain(*layouts))))
-    return [[next(flat) for _ in own] for own in norms]
-
-
-def _total(norms: Sequence[Tensor], ranks: Ranks, home: torch.device) -> Tensor:
-    """√Σ of squares of norms."""
-    if norms:
-        home = norms[0].device
-        parts: dict[torch.device, list[Tensor]] = {}
-        for n in norms:
-            parts.setdefault(n.device, []).append(n.double())
-        stacks = [torch.stack(own).to(home) for own in parts.values()]
-        own = torch.linalg.vector_norm(torch.cat(stacks))
-    else:
-        own = torch.zeros((), dtype=torch.float64, device=home)
-    return ranks.norm(own)
-
-
-def clip_lengths(
-    batches: Sequence[tuple[Batch, str]], groups: Sequence[Group], ranks: Ranks
-) -> list[Tensor | None]:
-    """What each batch is clipped by, where its engine cannot know: the rest is None.
-
-    With clip="global" one norm over all corrected tensors; of sharded tensors their own norms.
-    """
-    asked = [
-        bool(b.h) and (b.k.clip == "global" or (b.k.clip == "tensor" and bool(b.layouts)))
-        for b, _ in batches
-    ]
-    own = [b for (b, _), yes in zip(batches, asked, strict=True) if yes]
-    norms = _whole([NORMS[e](b) for (b, e), yes in zip(batches, asked, strict=True) if yes], own)
-    shared = [n for b, part in zip(own, norms, strict=True) if b.k.clip == "global" for n in part]
-    total = None
-    if shared or (ranks.partition and any(g["clip"] == "global" for g in groups)):
-        total = _total(shared, ranks, _home(groups))
-    lengths = iter(norms)
-    out: list[Tensor | None] = []
-    for (b, _), yes in zip(batches, asked, strict=True):
-        each = next(lengths) if yes else []
-        if yes and b.k.clip == "global":
-            assert total is not None
-            out.append(total.to(b.x[0].device, b.m[0].dtype))
-        else:
-            out.append(torch.stack(each).to(b.m[0].dtype) if yes else None)
-    return out
-
-
-def _home(groups: Sequence[Group]) -> torch.device:
-    devices = (p.device for g in groups for p in g["params"])
-    return next(devices, torch.device("cpu"))
-
-
-def clip_gradients(
-    batches: Iterable[Batch], groups: Sequence[Group], ranks: Ranks
-) -> Tensor | None:
-    """For groups with max_grad_norm: gradients shrunk by one norm over all of them; that norm.
-
-    As torch.nn.utils.clip_grad_norm_, but p.grad stays what it is (unless the step consumes it).
-    """
-    clipped = [batch for batch in batches if batch.max_grad_norm is not None]
-    asked = any(g["max_grad_norm"] is not None for g in groups)
-    if not clipped and not (ranks.partition and asked):
-        return None
-    norms = [torch._foreach_norm([g.to(b.m[0].dtype) for g in b.g]) for b in clipped]
-    total = _total(list(chain(*_whole(norms, clipped))), ranks, _home(groups))
-    for batch in clipped:
-        assert batch.max_grad_norm is not None
-        wide = batch.m[0].dtype
-        length = total.to(batch.x[0].device)
-        factor = (batch.max_grad_norm / (length + 1e-6)).clamp(max=1.0).to(wide)
-        taken = list(batch.g)
-        batch.g[:] = [g.to(wide) * factor for g in taken]
-        if batch.consume:  # they will be the last gradients
-            for g, clipped_g in zip(taken, batch.g, strict=True):
-                g.copy_(clipped_g)
-    return total
