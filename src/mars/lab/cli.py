@@ -77,7 +77,8 @@ def _train(words: list[str]) -> int:
         return 0
     with Progress(run.loop.steps) as progress:
         outcome = train(run, command=command, watch=progress, extend=True)
-    loss = "" if outcome.valid is None else f", validation loss {units.loss(outcome.valid)}"
+    last = "last " * (outcome.status == "stopped")  # it was measured some steps ago
+    loss = "" if outcome.valid is None else f", {last}validation loss {units.loss(outcome.valid)}"
     right = "" if outcome.accuracy is None else f", accuracy {units.accuracy(outcome.accuracy)}"
     sys.stdout.write(f"{outcome.status} at step {outcome.step}{loss}{right}: {outcome.directory}\n")
     if outcome.status == "stopped":

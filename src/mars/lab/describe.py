@@ -151,10 +151,12 @@ def _budget(task: Task, device: torch.device, world: World) -> str:
     except LabError as error:
         data = f"data: {error}"
     micro = task.micro_batch(device, world.size)
+    parts = loop.batch_size // (micro * world.size)
+    cut = "1 micro-batch" if parts == 1 else f"{parts} micro-batches"
     processes = f", {world.size} processes by {world.mode}" if world.mode else ""
     return "\n".join([
         f"{units.tokens(count)} {unit}: {loop.steps:,} steps of {task.per_step:,} {unit} "
-        f"({task.batch_text}, {loop.batch_size // (micro * world.size)} micro-batches a step)",
+        f"({task.batch_text}, {cut} a step)",
         data,
         f"runs on {device}{processes}; written to {run.directory}",
     ])  # fmt: skip

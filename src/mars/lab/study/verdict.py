@@ -48,7 +48,8 @@ class Verdict:
     def count(self) -> str:
         """How far it is, in a few words."""
         states = Counter(j.state for j in self.judged)
-        said = ", ".join(f"{n} {state}" for state, n in states.items())
+        many = {"holds": "hold", "does not hold": "do not hold"}
+        said = ", ".join(f"{n} {many.get(s, s) if n > 1 else s}" for s, n in states.items())
         left = f"{self.missing} wanted next" if self.missing else "complete"
         return f"{_plural(len(self.results), 'run')}, {left}; {said}"
 
