@@ -352,7 +352,7 @@ def test_runs_that_only_look_like_a_grid_are_told(tmp_path: Path) -> None:
         own = {**logs.header("mars-m", lr)["config"], "optimizer": {"lr": lr, "lr_1d": lr_1d}}
         run(tmp_path, "mars-m", 0, {0: 5.0, 400: 3.0 + lr}, lr, config=own)
     (warning,) = (w for w in summarise(load([tmp_path])).warnings if "lr_1d" in w)
-    assert "different lr_1d / lr (0.5, 2)" in warning
+    assert "different lr_1d / lr (0.5 to 2)" in warning
 
 
 def test_an_extended_run_is_told(tmp_path: Path) -> None:

@@ -161,16 +161,14 @@ def _entry(label: str, members: Sequence[RunLog], why: str | None) -> tuple[Entr
         incomparable=why,
         **_cost([run for run in at if run.final is not None] or at),
     )
-    ratios = {f"{r:.2g}" for run in kept if (r := _ratio_1d(run)) is not None}
-    if len(ratios) > 1:
-        warnings.append(
-            f"{label}: its runs have different lr_1d / lr ({', '.join(sorted(ratios))}), which is "
-            "not one grid"
-        )
+    ratios = [r for run in kept if (r := _ratio_1d(run)) is not None]
+    if ratios and max(ratios) > 1.05 * min(ratios):  # more than by rounding
+        between = f"{min(ratios):.2g} to {max(ratios):.2g}"
+        warnings.append(f"{label}: its runs have different lr_1d / lr ({between}): not one grid")
     if any(event.get("what") == "extended" for run in at for event in run.events):
         warnings.append(
-            f"{label}: a run was extended when it had ended, so its rate fell twice: one of this "
-            "length from the start is another run"
+            f"{label}: a run was extended to more steps: its rates were not those of a run of this "
+            "length"
         )
     for run in members:
         if run.status != "done":
