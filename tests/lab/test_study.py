@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -298,6 +299,20 @@ def test_a_run_is_begun_beside_another_only_if_both_can_be_finished(tmp_path: Pa
     assert here._room(56.0)
     assert not here._room(54.0)
     assert here._room(None)
+
+
+@pytest.mark.parametrize(("left", "begun"), [(50.0, 2), (36.0, 1), (30.0, 0)])
+def test_what_is_too_late_for_two_may_do_for_one(tmp_path: Path, left: float, begun: int) -> None:
+    here = stretch.Stretch(quick(), tmp_path, HERE, seconds=100, jobs=2)
+    here.results = [
+        result(quick(), arm, 1e-2, 0, 3.0, at_once=2, wall=40.0) for arm in ("AdamW", "MARS")
+    ]
+    here.display = SimpleNamespace(add=lambda *_: None)
+    here.deadline = time.monotonic() + left
+    orders = []
+    pool = SimpleNamespace(submit=lambda _, order: orders.append(order) or Future())
+    assert here._fill(pool) == bool(begun)  # two take 44 s, one alone 33
+    assert [order.at_once for order in orders] == [begun] * begun
 
 
 def test_how_many_go_together_is_remembered(tmp_path: Path) -> None:

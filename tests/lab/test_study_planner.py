@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -201,6 +202,9 @@ def test_estimates_come_from_the_same_arm_then_from_others_by_work() -> None:
     assert estimate(of, known, of.arms[0], 1, cpu) == (pytest.approx(22.0), True)
     assert estimate(of, known, of.arm("exact"), 1, cpu) == (pytest.approx(44.0), True)
     assert estimate(of, known, of.arms[0], 2, cpu) == (pytest.approx(44.0), True)
+    both = [replace(known[0], at_once=2)]
+    assert estimate(of, both, of.arms[0], 2, cpu) == (pytest.approx(22.0), True)
+    assert estimate(of, both, of.arms[0], 1, cpu) == (pytest.approx(16.5), True)
     dead = [result(of, "AdamW", 1e-2, 0, math.inf, wall=1.0)]
     assert not estimate(of, dead, of.arms[0], 1, cpu)[1]
 

@@ -138,6 +138,9 @@ class Stretch:
             left = None if self.deadline is None else self.deadline - time.monotonic()
             beside = self.tried and bool(self.active)
             want = None if beside and not self._room(left) else self._pick(left, beside)
+            if want is None and not self.active and self.packing.slots > 1:
+                self.packing.fewer()  # for several the time is up; one is faster alone
+                continue
             if want is None:
                 break
             order = self._order(want)
