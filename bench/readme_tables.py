@@ -25,6 +25,9 @@ from mars.lab.report import load, summarise, units
 from mars.lab.report.rates import from_grid, read_rates
 from mars.lab.report.statistics import Difference, Spread, paired, spread
 from mars.lab.report.summary import Entry, Summary
+from mars.lab.study import questions
+from mars.lab.study.choice import ladders
+from mars.lab.study.results import Results
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -261,6 +264,18 @@ def arms(name: str) -> str:
     ])  # fmt: skip
 
 
+def to_adamw(name: str, base: str) -> str:
+    """The arms of a study against the AdamW of another on the same batches, by seed."""
+    study, other = questions.find(name), questions.find(base)
+    found = ladders(study, Results(RESULTS / name).read())
+    adamw = ladders(other, Results(RESULTS / base).read())["AdamW"]
+    rows = []
+    for label, own in found.items():
+        d = paired(own.losses[own.best], adamw.losses[adamw.best])
+        rows.append([label, f"{d.n}", _difference(d, 4)])
+    return table(["", "seeds", "to AdamW (95 % interval)"], rows)
+
+
 # ---- bench/settings.py
 
 
@@ -296,6 +311,33 @@ def measured() -> str:
         ])  # fmt: skip
     head = ["", "model", "seen", "batch", "best rate", "with", "validation loss", "from"]
     return table(head, rows)
+
+
+SHOWN = ("adamw", "mars-adamw", "mars-shampoo", "mars-m", "muon", "mars-lion")
+
+
+def rates() -> str:
+    """The best rate of each optimizer by model, tokens and batch; of several settings, the best."""
+    best: dict[tuple[Any, ...], settings.Setting] = {}
+    for s in settings.read():
+        key = s.recipe, s.parameters, s.seen, s.batch, s.optimizer["name"]
+        usual = s.unit == "tokens" and s.seeds > 1 and "exact" not in s.optimizer
+        if usual and (key not in best or s.loss < best[key].loss):
+            best[key] = s
+    rows = []
+    for recipe, parameters, seen, batch in sorted({key[:4] for key in best}, key=lambda k: k[1:]):
+        found = (best.get((recipe, parameters, seen, batch, name)) for name in SHOWN)
+        rows.append([
+            f"`{recipe}`, {units.tokens(parameters)}", units.tokens(seen), units.tokens(batch),
+            *("" if s is None else _rate(s) for s in found),
+        ])  # fmt: skip
+    return table(["model", "tokens", "a step", *map(optimizers.label, SHOWN)], rows)
+
+
+def _rate(s: settings.Setting) -> str:
+    lr_1d = s.optimizer.get("lr_1d")
+    beside = "" if lr_1d is None else f" ({units.rate(lr_1d)})"
+    return units.rate(s.lr) + beside + ("" if s.bracketed else ", at the edge")
 
 
 def _value(value: Any) -> str:
@@ -420,6 +462,7 @@ def cost() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "optimizers-50m": lambda: arms("optimizers-50m"),
     "clip-50m": lambda: arms("clip-50m"),
+    "clip-50m-adamw": lambda: to_adamw("clip-50m", "optimizers-50m"),
     "gpt-50m-rates": lambda: every_rate(race("gpt-50m")),
     "gpt-tiny": lambda: grid(ROOT / "src/mars/lab/recipes/rates/gpt-tiny.json"),
     "conversion-h200": lambda: conversion("convert_rates_h200.json"),
@@ -441,6 +484,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tiny-scale": lambda: arms("tiny-scale"),
     "scores": lambda: scores("gpt2-small-scores/eval.json"),
     "settings": measured,
+    "rates": rates,
 }
 
 

@@ -56,6 +56,13 @@ def test_step_size_rule_keeps_lr_times_decay() -> None:
         assert b["betas"] == a["betas"]
 
 
+@pytest.mark.parametrize("options", [{"second_moment": "raw"}, {"is_approx": False}])
+def test_a_second_moment_without_the_corrections_noise_keeps_the_rate(options: dict) -> None:
+    old = adamw(model())
+    new = MARS.from_adamw(old, verbose=False, clip=None, **options)
+    assert [g["lr"] for g in new.param_groups] == [g["lr"] for g in old.param_groups]
+
+
 def test_vectors_go_on_exactly_as_adamw_trained_them() -> None:
     first, second = model(), model()
     second.load_state_dict(first.state_dict())

@@ -46,8 +46,8 @@ def from_adamw(
 
     ``rule="step-size"`` keeps AdamW's betas and the size of its step: lr grows by √((1+κ)² + κ²)
     (see `noise_factor`) and weight decay shrinks by it, so that lr·λ is unchanged. For
-    ``mars_type="mars-m"``, whose scale is made to match AdamW's, the factor is 1. In exact mode
-    the correction adds no noise, and the factor is 1 too.
+    ``mars_type="mars-m"``, whose scale is made to match AdamW's, the factor is 1. So it is in exact
+    mode, where the correction adds no noise, and with ``second_moment="raw"``, which sees none.
     ``rule="published"`` does what the authors did for GPT-2: lr × 10, λ ÷ 10, betas (0.95, 0.99),
     and AdamW's rate for the tensors that are not matrices × 5.
 
@@ -132,8 +132,8 @@ def _factors(rule: str, settings: dict[str, Any], beta1: float) -> tuple[float, 
             raise ValueError(f"rule='published' is for 'mars-adamw', not {mars_type!r}")
         return 10.0, 5.0
     if mars_type == "mars-adamw":
-        exact = not settings["is_approx"]
-        return (1.0 if exact else noise_factor(as_float(settings["gamma"]), beta1)), 1.0
+        noisy = settings["is_approx"] and settings["second_moment"] == "corrected"
+        return (noise_factor(as_float(settings["gamma"]), beta1) if noisy else 1.0), 1.0
     if mars_type in ("mars-m", "plain-adamw"):
         return 1.0, 1.0
     raise ValueError(

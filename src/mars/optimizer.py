@@ -179,9 +179,9 @@ class MARS(Optimizer):
         group = options.with_names(self._ranks.without(resolve(param_group, self.defaults)))
         options.check_known(group, f"parameter group {len(self.param_groups)}")
         options.check_values({**self.defaults, **group})
-        differentiable = self.defaults["differentiable"]
-        if group.get("differentiable", differentiable) != differentiable:
-            raise ValueError("differentiable is an option of the whole optimizer, not of a group")
+        differentiable = group.get("differentiable", self.defaults["differentiable"])
+        if differentiable and not self.defaults["differentiable"]:
+            raise ValueError("a group can be differentiable only if the whole optimizer is")
         if group.get("weight_decay", 1.0) == 0.0:
             group.setdefault("weight_decay_1d", 0.0)
         own_rate = group.get("lr", self.defaults["lr"])
