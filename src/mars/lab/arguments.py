@@ -71,6 +71,19 @@ def parse(kind: type[T], words: list[str], prog: str, about: str, default: Any =
     return parsed
 
 
+# What tyro and Python say of a word that is wrong, and what it means.
+SAID = (
+    (r"no type matching (.+) could be instantiated from \['?(.*?)'?\]$",
+     lambda m: f"it cannot be '{m[2]}', but {m[1].removeprefix('{None}|').strip('{}')} "
+     "(values are separated by spaces)"),
+    (r"Failed to parse key-value pairs!", "it takes NAME VALUE or NAME=VALUE"),
+    (r"invalid literal for int\(\) with base 10: ('.*')", r"\1 is no whole number"),
+    (r"could not convert string to float: ('.*')", r"\1 is no number"),
+    (r"^(?i:missing from) (mars \w+): STR (\w)(.*?)[;(.] .*",
+     lambda m: f"{m[1]} needs, as its first word, {m[2].lower()}{m[3].rstrip()}"),
+)  # fmt: skip
+
+
 def _one_line(box: str) -> str:
     """The message in a box of tyro's, with the option it thinks was meant."""
     plain = re.sub("\x1b\\[[0-9;]*m", "", box)
@@ -88,6 +101,8 @@ def _one_line(box: str) -> str:
     if not parts:
         return "the command line cannot be read"
     message = " ".join(parts[0]).split(" Got errors:")[0].rstrip(".")
+    for theirs, ours in SAID:
+        message = re.sub(theirs, ours, message)
     for part in parts[1:]:
         if part[0].startswith("Perhaps you meant") and len(part) > 1:
             message += f" (perhaps {part[1].split()[0]}?)"

@@ -71,7 +71,7 @@ class Findings:
             raise LabError(f"{path} cannot be read: {error!r}; choose another --out") from error
         holds = f"{self.directory} holds a search with"
         for part, fields in arguments.changes(config, self.run).items():
-            for name, value in fields.items():
+            for name, value in sorted(fields.items(), key=lambda field: field[0] != "name"):
                 if part == "keep" or (part == "loop" and name in FREE):
                     continue
                 was = getattr(getattr(config, part), name)
