@@ -117,6 +117,15 @@ def test_mistakes_are_one_line(
     assert list(tmp_path.iterdir()) == []  # nothing was written
 
 
+def test_a_rate_that_stays_behind_is_told(capsys: Capture) -> None:
+    words = ["train", "gpt-tiny", "--dry-run", "--optimizer"]
+    assert main([*words, "mars-m", "--optimizer.lr", "0.003"]) == 0
+    assert "optimizer.lr_1d, for all else, stays 0.008" in capsys.readouterr().err
+    assert main([*words, "mars-m", "--optimizer.lr", "0.003", "--optimizer.lr-1d", "0.001"]) == 0
+    assert main([*words, "adamw", "--optimizer.lr", "0.003"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_file_without_a_recipe_is_refused(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "mine.json"
     path.write_text('{"optimizer": {"name": "muon"}}')

@@ -68,6 +68,12 @@ def _train(words: list[str]) -> int:
     run = arguments.as_run(resolved(args, base))
     if recipe in RECIPES and not any("warmup" in word for word in words):
         run = arguments.extending(run)
+    own = arguments.asked(words, args).get("optimizer", {})
+    if "lr" in own and "lr_1d" not in own and run.optimizer.lr_1d is not None and own_rank() == 0:
+        sys.stderr.write(
+            f"! optimizer.lr is for matrices: optimizer.lr_1d, for all else, stays "
+            f"{run.optimizer.lr_1d:g}\n"
+        )
     if args.dry_run:
         text = fit.fold(describe(run), fit.room(), "    ")
         sys.stdout.write(text + "\n" if own_rank() == 0 else "")
