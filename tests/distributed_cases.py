@@ -428,14 +428,14 @@ def diagnosed() -> tuple[list[float], list[float]]:
 
 def with_norms_of_parts(kind: str) -> float:
     """The table's measure for the usual mistake: clipping by the norm of the part that is here."""
-    from mars import dispatch
+    from mars import clipping
 
-    right = dispatch.whole_norms
-    dispatch.whole_norms = lambda norms, _: [n.double() for n in norms]
+    right = clipping.whole_norms
+    clipping.whole_norms = lambda norms, _: [n.double() for n in norms]
     try:
         return compare("fsdp", {"mars_type": kind})
     finally:
-        dispatch.whole_norms = right
+        clipping.whole_norms = right
 
 
 def zero_state() -> float:
