@@ -61,11 +61,12 @@ def closure_of(optimizer, weight, bias, x):
     return closure
 
 
+@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "strided"])
 @every_engine
 @every_input
 @every_kind
-def test_goes_the_right_way(kind, options, engine) -> None:
-    weight, bias, x = regression()
+def test_goes_the_right_way(kind, options, engine, contiguous) -> None:
+    weight, bias, x = regression(contiguous)
     optimizer = MARS([weight, bias], mars_type=kind, **{**options, **choose(engine)})
     closure = closure_of(optimizer, weight, bias, x)
     first = closure().item()

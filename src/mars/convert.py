@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import AdamW
 
-from mars.groups import format_table
 from mars.options import METADATA, as_float
 from mars.rule.estimator import noise_ratio
+from mars.table import format_table
 
 if TYPE_CHECKING:
     from mars.optimizer import MARS

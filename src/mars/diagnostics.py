@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from mars.engines import Batch
-from mars.groups import format_table
 from mars.rule import KINDS
 from mars.rule.estimator import correct, noise_ratio, norm
 from mars.rule.halves import join
 from mars.sharding import whole_sums
+from mars.table import format_table
 
 if TYPE_CHECKING:
     from mars.optimizer import MARS

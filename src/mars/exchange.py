@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mars.groups import format_table
 from mars.rule import KINDS
 from mars.sharding import Layout, Ranks, blocks, flops, layout_of, matrix_shape, owners, rounds
 from mars.state import kind_of
+from mars.table import format_table
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from mars.dispatch import engine_for, one_launch, shares_norm, why_not_fused
 from mars.exchange import plan_text
-from mars.groups import format_table
 from mars.rule import KINDS
 from mars.sharding import layout_of
 from mars.state import kind_of
+from mars.table import format_table
 
 if TYPE_CHECKING:
     from mars.optimizer import MARS

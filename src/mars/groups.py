@@ -15,13 +15,14 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
 from torch import Tensor, nn
 
 from mars.options import SMALLEST_BASE_LR, as_float, check_known, check_values, with_names
 from mars.rule import KINDS
 from mars.state import kind_of
+from mars.table import format_table
 
 logger = logging.getLogger("mars")
 
@@ -167,18 +168,6 @@ def resolve(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
         for name, source in ADAMW_OPTIONS.items():
             group.setdefault(name, defaults[source])
     return group
-
-
-def format_table(rows: Sequence[Sequence[str]], right: tuple[SupportsIndex, ...] = ()) -> str:
-    """Aligned columns, the first row being the head; no trailing blanks."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
 
 
 def _is_adamw(group: dict[str, Any]) -> bool:

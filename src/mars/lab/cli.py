@@ -71,7 +71,7 @@ def _train(words: list[str]) -> int:
     own = arguments.asked(words, args).get("optimizer", {})
     if "lr" in own and "lr_1d" not in own and run.optimizer.lr_1d is not None and own_rank() == 0:
         sys.stderr.write(
-            f"! optimizer.lr is for matrices: optimizer.lr_1d, for all else, stays "
+            "! optimizer.lr is for matrices: optimizer.lr_1d, for all else, stays "
             f"{run.optimizer.lr_1d:g}\n"
         )
     if args.dry_run:
@@ -95,14 +95,9 @@ def _train(words: list[str]) -> int:
 
 
 def _data(words: list[str]) -> int:
-    from mars.lab.arguments import UsageError, parse
+    from mars.lab.arguments import parse
     from mars.lab.data.command import DataArgs, data_command
 
-    if not words:
-        raise UsageError(
-            "mars data needs a source: a file, directory or glob of text, openwebtext, "
-            "fineweb-edu, cifar10 or others; see mars data --help"
-        )
     about = (
         "Turn text into shards of tokens, or images into arrays, with a manifest of checksums; an "
         "interrupted run goes on."

@@ -152,7 +152,7 @@ def engines(device: torch.device) -> Iterator[str]:
         header, *rows = engine_rows(optimizer)
         table[0][1:] = header
         table += [[name, *row] for row in rows]
-    yield from fit.aligned(table)
+    yield from fit.aligned(table).split("\n")
 
 
 def self_check(device: torch.device, compile_: bool, broken: list[str]) -> Iterator[str]:

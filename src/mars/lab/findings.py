@@ -155,7 +155,7 @@ class Findings:
         path = shlex.quote(str(self.directory / "best.json"))
         return "\n".join([
             f"\n{label(self.run.optimizer.name)} on {self.run.recipe}, {many}:",
-            *fit.aligned(rows),
+            fit.aligned(rows),
             *self._remarks(study, trials[0]),
             f"\nto use it: mars train {path}",
         ])  # fmt: skip

@@ -76,7 +76,7 @@ def _mean_difference(a: Sequence[Result], b: Sequence[Result]) -> Number:
 
 
 def _aligned(rows: fit.Rows) -> str:
-    lines = fit.aligned(rows, 2)
+    lines = fit.aligned(rows, 2).split("\n")
     return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])
 
 

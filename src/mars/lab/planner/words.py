@@ -15,7 +15,7 @@ from mars.lab.report import fit, units
 def table(rows: fit.Rows, left: int = 1, room: int | None = None) -> str:
     """Aligned columns under a head; the first ``left`` ones to the left, and in every part."""
     parts = fit.blocks(rows, room, left)
-    return "\n\n".join("\n".join(fit.aligned(part, left)) for part in parts)
+    return "\n\n".join(fit.aligned(part, left) for part in parts)
 
 
 def describe(job: Job, predictions: Sequence[Prediction], room: int | None = None) -> str:

@@ -7,6 +7,8 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
+from mars.table import format_table
+
 Rows = Sequence[Sequence[str]]
 GAP = 2  # between columns
 
@@ -16,20 +18,10 @@ def room() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def aligned(rows: Rows, left: int | None = None) -> list[str]:
-    """Lines of equal columns, the first ``left`` of them (None: all) to the left, others right.
-
-    >>> aligned([("", "loss"), ("AdamW", "12.5")], left=1)
-    ['       loss', 'AdamW  12.5']
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = len(widths) if left is None else left
-    return [
-        (" " * GAP)
-        .join([*map(str.ljust, row[:left], widths), *map(str.rjust, row[left:], widths[left:])])
-        .rstrip()
-        for row in rows
-    ]
+def aligned(rows: Rows, left: int | None = None) -> str:
+    """The table, the first ``left`` of its columns (None: all) to the left, others right."""
+    width = len(rows[0])
+    return format_table(rows, right=range(width if left is None else left, width))
 
 
 def blocks(rows: Rows, room: int | None, labels: int = 1) -> list[Rows]:

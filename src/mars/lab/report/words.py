@@ -119,7 +119,7 @@ def table(summary: Summary, room: int | None = None) -> str:
     rows = [(_cut(row[0], max(12, WIDTH - others)), *row[1:]) for row in rows]
     width = min(WIDTH, room or WIDTH)
     parts = fit.blocks(rows, width)
-    text = "\n\n".join("\n".join(fit.aligned(part, 1)) for part in parts)
+    text = "\n\n".join(fit.aligned(part, 1) for part in parts)
     said = [f"! {warning}" for warning in summary.warnings]
     said.append(LEGENDS[summary.measure.unit])
     above, *below = (fit.fold(line, width, "") for line in (headline(summary), *said))

@@ -201,7 +201,7 @@ def terminal(v: Verdict, room: int | None = None) -> str:
     """Plain text, for a terminal with this many columns."""
     lines = [fit.fold(f"{v.study.name}: {v.study.question}", room), f"{v.count}", ""]
     for rows in fit.blocks(_table(v), room):
-        lines += [*fit.aligned(rows), ""]
+        lines += [fit.aligned(rows), ""]
     return "\n".join([*lines, *(fit.fold(sentence(j), room) for j in v.judged)])
 
 
