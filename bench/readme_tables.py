@@ -217,20 +217,6 @@ def _percents(found: Spread | None) -> str:
     return f"{100 * found.mean:.2f}" + ("" if found.sd is None else f" ± {100 * found.sd:.2f}")
 
 
-def scores(name: str) -> str:
-    """`mars eval --out`: every task of every model."""
-    rows = []
-    for model in result(name)["models"]:
-        for task, found in model["tasks"].items():
-            value, chance = found[found["metric"]], found["chance"]
-            rows.append([
-                model["name"], task, f"{found['items']:,}", found["metric"],
-                f"{100 * value['value']:.2f} ± {100 * value['stderr']:.2f}",
-                "" if chance is None else f"{100 * chance:.2f}",
-            ])  # fmt: skip
-    return table(["", "task", "items", "metric", "%, standard error", "chance"], rows)
-
-
 def _bold(text: str, yes: bool) -> str:
     return f"**{text}**" if yes else text
 
@@ -274,6 +260,23 @@ def to_adamw(name: str, base: str) -> str:
         d = paired(own.losses[own.best], adamw.losses[adamw.best])
         rows.append([label, f"{d.n}", _difference(d, 4)])
     return table(["", "seeds", "to AdamW (95 % interval)"], rows)
+
+
+def scored(name: str) -> str:
+    """The runs of a study whose models were scored by `mars eval`: loss, and every task."""
+    found = ladders(questions.find(name), Results(RESULTS / name).read())
+    head, rows = ["", "rate", "validation loss"], []
+    for model in result(f"{name}/eval.json")["models"]:
+        own = found[model["name"]]
+        assert own.best is not None
+        cells = [f"{task}, {t['metric']}, %" for task, t in model["tasks"].items()]
+        scores = [t[t["metric"]] for t in model["tasks"].values()]
+        losses = list(own.losses[own.best].values())
+        rows.append([
+            model["name"], units.rate(own.best), _loss(losses),
+            *(f"{100 * s['value']:.2f} ± {100 * s['stderr']:.2f}" for s in scores),
+        ])  # fmt: skip
+    return table([*head, *cells], rows)
 
 
 # ---- bench/settings.py
@@ -482,7 +485,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tiny-clip": lambda: arms("tiny-clip"),
     "tiny-search": lambda: arms("tiny-search"),
     "tiny-scale": lambda: arms("tiny-scale"),
-    "scores": lambda: scores("gpt2-small-scores/eval.json"),
+    "gpt2-small": lambda: scored("gpt2-small"),
     "settings": measured,
     "rates": rates,
 }

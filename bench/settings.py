@@ -79,9 +79,9 @@ def of_grid(path: Path, source: str) -> Iterator[Setting]:
 
 
 def of_study(study: Study, results: Sequence[Result], source: str) -> Iterator[Setting]:
-    """A study's arms, as far as they were run."""
+    """A study's arms, as far as rates were compared: the only one that was run is no best one."""
     for ladder in ladders(study, results).values():
-        if ladder.best is None:
+        if ladder.best is None or len(ladder.losses) < 2:
             continue
         yield setting(
             study.run(ladder.arm, ladder.best),

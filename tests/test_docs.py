@@ -197,8 +197,8 @@ def test_sentences_on_the_clip_are_those_of_its_runs() -> None:
     adamw, lean = (found[arm] for arm in ("AdamW", "MARS-AdamW, no clip, raw"))
     assert lean.bracketed
     losses = lean.losses[lean.best]
-    below = [f"{adamw.losses[adamw.best][seed] - loss:.3f}" for seed, loss in losses.items()]
-    told = f"{below[0]} and {below[1]} below AdamW on two seeds"
+    below = [f"{adamw.losses[adamw.best][seed] - losses[seed]:.3f}" for seed in range(3)]
+    told = f"{below[0]}, {below[1]} and {below[2]} below AdamW"
     for page in ("README.md", "docs/results.md"):
         assert told in " ".join((ROOT / page).read_text().split()), (page, told)
     clips = ladders(find("clip-50m"), Results(ROOT / "docs/results/clip-50m").read())
@@ -214,6 +214,24 @@ def test_sentences_on_the_clip_are_those_of_its_runs() -> None:
     corrected = lost("tensor, corrected", "global, corrected", "none, corrected")
     results = " ".join((ROOT / "docs/results.md").read_text().split())
     assert f"at twice the best rate it loses {raw}, the corrected one {corrected}" in results
+
+
+def test_sentences_on_gpt2_small_are_those_of_its_runs() -> None:
+    from mars.lab.study.results import Results
+
+    found = {r.arm: r for r in Results(ROOT / "docs/results/gpt2-small").read()}
+    final = {arm: result.final or 0.0 for arm, result in found.items()}
+    readme, results = (
+        " ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/results.md")
+    )
+    for arm, loss in final.items():
+        assert f"{arm} {loss:.3f}" in readme, (arm, loss)
+    gaps = [final["AdamW"] - final[arm] for arm in ("Muon", "MARS-M")]
+    assert f"Muon and MARS-M are {gaps[0]:.3f} and {gaps[1]:.3f} below AdamW" in results
+    assert f"MARS-M is {gaps[1] - gaps[0]:.3f} below Muon" in results
+    assert f"level with AdamW ({final['MARS-AdamW'] - final['AdamW']:+.3f})" in results
+    lowest = [f"{found[arm].best:.3f}" for arm in ("Muon", "MARS-M")]
+    assert f"lowest validation losses, {' and '.join(lowest)}" in results
 
 
 def test_sentences_on_its_times_are_those_of_its_verdict() -> None:
