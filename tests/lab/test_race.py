@@ -136,6 +136,16 @@ def test_a_run_that_fails_leaves_its_traceback(
     assert "in step" in (tmp_path / "run" / "error.txt").read_text()
 
 
+def test_so_does_one_that_is_trained_alone(tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "run"
+    words = ["--optimizer", f"{__name__}:Breaks", "--loop.steps", "9", "--keep.out", str(out)]
+    assert main(["train", "gpt-tiny", *words]) == 1
+    captured = capsys.readouterr().err
+    assert f"mars: error: ValueError: boom (all of it: {out / 'error.txt'})" in captured
+    assert "Traceback" not in captured
+    assert "in step" in (out / "error.txt").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from mars.lab.errors import Elsewhere, LabError
+from mars.lab.errors import Elsewhere, LabError, unexpected
 
 USAGE = """usage: mars COMMAND [options]
 
@@ -82,7 +82,12 @@ def _train(words: list[str]) -> int:
         train(run, command=command, extend=True)
         return 0
     with Progress(run.loop.steps) as progress:
-        outcome = train(run, command=command, watch=progress, extend=True)
+        try:
+            outcome = train(run, command=command, watch=progress, extend=True)
+        except (LabError, OSError):
+            raise
+        except Exception as error:
+            raise LabError(unexpected(error, Path(run.directory))) from error
     last = "last " * (outcome.status == "stopped")  # it was measured some steps ago
     loss = "" if outcome.valid is None else f", {last}validation loss {units.loss(outcome.valid)}"
     right = "" if outcome.accuracy is None else f", accuracy {units.accuracy(outcome.accuracy)}"

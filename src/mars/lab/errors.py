@@ -1,6 +1,7 @@
 """What a user can do something about."""
 
 import difflib
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,6 +16,17 @@ class Diverged(LabError):
 
 class Elsewhere(LabError):
     """An error that another process of the run reports: this one ends without a word."""
+
+
+def unexpected(error: Exception, directory: Path) -> str:
+    """A line on what nobody foresaw, an optimizer of the user's that raises, say; all of it is
+    written to the run's directory.
+    """
+    trace = directory / "error.txt"
+    directory.mkdir(parents=True, exist_ok=True)
+    trace.write_text("".join(traceback.format_exception(error)))
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first} (all of it: {trace})"
 
 
 def not_utf8(path: Path, error: UnicodeDecodeError) -> str:

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import queue
 import time
-import traceback
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from mars.lab import workers
 from mars.lab.config import Run
-from mars.lab.errors import Diverged, LabError
+from mars.lab.errors import Diverged, LabError, unexpected
 from mars.lab.progress import Shown
 from mars.lab.report import units
 
@@ -64,11 +63,7 @@ def _work(job: Job, command: str) -> str:
         except LabError as error:
             return f"{FAILED}{error}"
         except Exception as error:  # of an optimizer of somebody's, say: the others go on
-            trace = Path(job.run.directory) / "error.txt"
-            trace.parent.mkdir(parents=True, exist_ok=True)
-            trace.write_text(traceback.format_exc())
-            text = (str(error).splitlines() or [""])[0]
-            return f"{FAILED}{type(error).__name__}: {text} (all of it: {trace})"
+            return f"{FAILED}{unexpected(error, Path(job.run.directory))}"
     _stopped = status == "stopped"
     return status
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from mars.lab import workers
 from mars.lab.config import Run
-from mars.lab.errors import Diverged, LabError
+from mars.lab.errors import Diverged, LabError, unexpected
 from mars.lab.report.runs import RunLog
 from mars.lab.report.runs import read as read_log
 from mars.lab.report.summary import typical
@@ -72,8 +72,7 @@ def attempt(order: Order) -> Ended:
         except LabError as error:
             return Ended(failed=str(error))
         except Exception as error:  # of an optimizer of somebody's, say: the others go on
-            first = (str(error).splitlines() or [""])[0]
-            return Ended(failed=f"{type(error).__name__}: {first}")
+            return Ended(failed=unexpected(error, Path(order.run.directory)))
     if status == "stopped":
         _stopped = True
         return Ended()
