@@ -1,0 +1,120 @@
+"""Draw a study's results: loss over tokens at the best rates, and over the rates that were tried.
+
+    python bench/study_figure.py docs/results/optimizers-50m     # needs matplotlib
+
+The picture is `figure.png` beside the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from mars.lab.report import units
+from mars.lab.study import questions
+from mars.lab.study.choice import Ladder, ladders
+from mars.lab.study.results import Result, Results
+
+# Families by hue, MARS the stronger of each.
+COLORS = {
+    "AdamW": "#444444",
+    "MARS-AdamW (.9, .95)": "#d9822b",
+    "MARS-AdamW": "#d9822b",
+    "MARS-AdamW (.95, .99)": "#e8b87c",
+    "Muon": "#7fa8d1",
+    "Muon, original scale": "#9fc5a8",
+    "MARS-M": "#1f5fa8",
+    "MARS-Shampoo": "#2e8b57",
+    "SOAP": "#9467bd",
+    "Lion": "#d3a4a4",
+    "MARS-Lion": "#b03a3a",
+}
+SKIPPED = 0.25  # of the tokens: before that, curves fall too fast to tell them apart
+
+
+def by_tokens(axes: Any, label: str, results: Sequence[Result], best: float) -> None:
+    """The mean curve over seeds at the best rate."""
+    own = [r for r in results if r.arm == label and r.lr == best and r.status == "done"]
+    rows = zip(*(r.curve["loss"] for r in own), strict=True)
+    points = [
+        (tokens, fmean(losses))
+        for tokens, losses in zip(own[0].curve["tokens"], rows, strict=True)
+        if tokens >= SKIPPED * own[0].tokens
+    ]
+    xs, ys = zip(*points, strict=True)
+    axes.plot([x / 1e6 for x in xs], ys, color=COLORS[label], label=label)
+    axes.annotate(
+        f" {label} {ys[-1]:.3f}", (xs[-1] / 1e6, ys[-1]), color=COLORS[label], va="center",
+        fontsize=8, annotation_clip=False,
+    )  # fmt: skip
+
+
+def by_rate(axes: Any, ladder: Ladder) -> None:
+    """Every run, and the mean of seeds."""
+    rates = sorted(lr for lr, own in ladder.losses.items() if max(own.values()) < float("inf"))
+    color = COLORS[ladder.arm.label]
+    axes.plot(rates, [fmean(ladder.losses[lr].values()) for lr in rates], color=color, lw=1)
+    for lr in rates:
+        losses = list(ladder.losses[lr].values())
+        axes.plot([lr] * len(losses), losses, "o", color=color, ms=3)
+
+
+def spread_labels(axes: Any) -> None:
+    """Move the names at the ends of curves apart, in the order of their losses."""
+    texts = sorted(axes.texts, key=lambda text: text.xy[1])
+    low, high = axes.get_ylim()
+    gap, place = (high - low) / 24, float("-inf")
+    for text in texts:
+        place = max(place + gap, text.xy[1])
+        text.set_y(place)
+
+
+def draw(directory: Path) -> Path:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    study, results = questions.find(directory.name), Results(directory).read()
+    found = {label: own for label, own in ladders(study, results).items() if own.best is not None}
+    searched = any(len(own.losses) > 1 for own in found.values())
+    figure, panels = plt.subplots(
+        1, 1 + searched, figsize=(11 if searched else 8, 4.4), squeeze=False, layout="constrained"
+    )
+    first = panels[0][0]
+    for label, own in found.items():
+        assert own.best is not None
+        by_tokens(first, label, results, own.best)
+    spread_labels(first)
+    first.set_xlabel("million tokens")
+    first.set_ylabel("validation loss")
+    title = "at the best rate, mean over seeds" if searched else study.question.partition(":")[0]
+    first.set_title(title, fontsize=10)
+    for panel in panels[0]:
+        panel.spines[["top", "right"]].set_visible(False)
+    if searched:
+        second = panels[0][1]
+        for own in found.values():
+            by_rate(second, own)
+        second.set_xscale("log")
+        ticks = [10**e for e in range(-5, 0)]
+        second.set_xticks(ticks, [units.rate(t) for t in ticks])
+        second.set_xlim(
+            min(min(own.losses) for own in found.values()) / 1.5,
+            max(max(own.losses) for own in found.values()) * 1.5,
+        )
+        second.minorticks_off()
+        second.set_xlabel("learning rate")
+        second.set_title("every run, over the rates tried", fontsize=10)
+    path = directory / "figure.png"
+    figure.savefig(path, dpi=150)
+    return path
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path, help="of a study of this project, with its results")
+    print(f"drew {draw(parser.parse_args().directory)}")
