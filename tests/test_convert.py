@@ -128,6 +128,21 @@ def test_names_schedulers_and_other_types() -> None:
     new.step()
 
 
+def test_notes_of_the_users_stay_in_their_groups() -> None:
+    m = model()
+    matrices = [p for p in m.parameters() if p.ndim == 2]
+    rest = [p for p in m.parameters() if p.ndim != 2]
+    old = torch.optim.AdamW(
+        [{"params": matrices, "lr_mult": 2.0}, {"params": rest, "name": "rest"}]
+    )
+    new = MARS.from_adamw(old, verbose=False)
+    assert [group.get("lr_mult") for group in new.param_groups] == [2.0, None]
+    assert "decoupled_weight_decay" not in new.param_groups[0]
+    again = MARS.from_adamw(old, verbose=False)
+    again.load_state_dict(new.state_dict())
+    assert again.param_groups[0]["lr_mult"] == 2.0
+
+
 def test_wrong_arguments() -> None:
     m = model()
     with pytest.raises(TypeError, match=r"takes a torch\.optim\.AdamW, not SGD"):

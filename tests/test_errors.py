@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -88,6 +90,10 @@ def test_unknown_option_is_a_type_error() -> None:
         MARS([weight()], weight_decy=0.1)
     with pytest.raises(TypeError, match=r"unknown option 'gama'\. Did you mean 'gamma'"):
         MARS([{"params": [weight()], "gama": 0.1}])
+    with pytest.raises(
+        TypeError, match=r"group 0 is one of a torch\.optim\.AdamW: MARS\.from_adamw"
+    ):
+        MARS(torch.optim.AdamW([weight()]).param_groups)
     with pytest.raises(TypeError, match="unknown option 'momentum'"):
         mars.param_groups(nn.Linear(2, 2), momentum=0.9)
 
@@ -177,13 +183,39 @@ def test_embeddings_known_by_name_are_not_orthogonalised_without_a_word(
     assert "wte.weight: by its name an embedding" in caplog.text
 
 
-def test_an_option_changed_to_nonsense_later_is_named() -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("mars_type", "muon", "Invalid mars_type: 'muon'"),
+        ("betas", (1.0, 0.9), "Invalid beta parameter at index 0: 1.0"),
+        ("betas_1d", 0.9, "Invalid betas_1d: 0.9"),
+        ("eps", None, "Invalid epsilon value: None"),
+        ("ns_steps", 0, "Invalid ns_steps: 0"),
+        ("fused", "x", "Invalid fused: 'x'"),
+    ],
+)
+def test_an_option_changed_to_nonsense_later_is_named(
+    option: str, value: object, message: str
+) -> None:
     p = weight()
     optimizer = MARS([p])
-    optimizer.param_groups[0]["mars_type"] = "muon"
     p.grad = torch.ones(3, 2)
-    with pytest.raises(ValueError, match="Invalid mars_type: 'muon'"):
-        optimizer.step()
+    optimizer.step()
+    before, optimizer.param_groups[0][option] = optimizer.param_groups[0][option], value
+    for _ in range(2):  # it is not taken for right the second time
+        with pytest.raises(ValueError, match=re.escape(message)):
+            optimizer.step()
+    optimizer.param_groups[0][option] = before
+    optimizer.step()
+    assert int(optimizer.state[p]["step"]) == 2
+
+
+def test_a_rate_that_a_scheduler_rounds_below_zero_ends_no_training() -> None:
+    p = weight()
+    optimizer = MARS([p])
+    optimizer.param_groups[0]["lr"] = -1e-19
+    p.grad = torch.ones(3, 2)
+    optimizer.step()
 
 
 def test_tools_for_mars_refuse_other_optimizers() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import AdamW
 
-from mars.options import METADATA, as_float
+from mars.options import CHECKS, METADATA, as_float
 from mars.rule.estimator import noise_ratio
 from mars.table import format_table
 
@@ -115,6 +115,9 @@ def from_adamw(
             f"{betas}",
         ))  # fmt: skip
     mars = make(groups, **options)
+    for group, own in zip(mars.param_groups, optimizer.param_groups, strict=True):
+        for name in own.keys() - optimizer.defaults.keys() - CHECKS.keys() - METADATA:
+            group[name] = own[name]  # a note of the user's
     if verbose:
         sys.stdout.write(
             f"{settings['mars_type']} in place of AdamW, rule {rule!r}\n{format_table(rows)}\n"

@@ -165,6 +165,7 @@ class MARS(Optimizer):
         self._observer: Any = getattr(self, "_observer", None)  # see mars.diagnostics
         self._plan: Plan | None = None  # what a fused step leaves for the next
         self._captured: list[Plan] = getattr(self, "_captured", [])  # graphs replay on these
+        self._checked: dict[int, Group] = {}  # of each group, the values that were found right
         self._grad_norm: Tensor | None = None  # one buffer, that every step writes to
         # Exact mode, see mars.exact.
         self._previous_is_new = any("previous_grad" in self.state.get(p, {}) for p in self._all())
@@ -195,7 +196,8 @@ class MARS(Optimizer):
             reason = why_not_fused(added, p, self._ranks)
             if reason not in (None, NOT_CONTIGUOUS):  # which goes to foreach
                 del self.param_groups[-1]
-                raise RuntimeError(f"`fused=True` is not possible for a parameter: {reason}")
+                text = f"`fused=True` is not possible for a parameter: {reason}"
+                raise RuntimeError(f"{text}; fused=None takes what is fastest where it is")
 
     def __getstate__(self) -> dict[str, Any]:
         if self._ranks.group is not None:
@@ -281,6 +283,8 @@ class MARS(Optimizer):
             # Named here and not in evaluate: dynamo compiles only frames that mention torch.
             with torch.enable_grad():
                 loss = exact.evaluate(self, closure)
+        if not torch.compiler.is_compiling():
+            options.check_changed(self.param_groups, self._checked)
         plan = self._renewed_plan()
         if plan is None:
             self._check_gradients()
@@ -347,7 +351,6 @@ class MARS(Optimizer):
                     state.check_gradient(p, group)
                     layout_of(p, group)  # refuses what cannot be
             if not torch.compiler.is_compiling():
-                options.check_choices(group)
                 state.check_group(group, self.state)
 
     def _new_step(self, p: Tensor, group: Group, value: float = 0.0, fused: bool = False) -> Tensor:

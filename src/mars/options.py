@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -134,11 +134,19 @@ CHECKS: dict[str, tuple[str, Callable[[Any], str | None]]] = {
 }
 
 
+PAIRS = ("betas", "betas_1d")
+
+
 def check_known(names: Mapping[str, Any], where: str) -> None:
     """Refuse an option that does not exist, and say which one was probably meant."""
     for name in names:
         if name in CHECKS or name in METADATA:
             continue
+        if name == "decoupled_weight_decay":
+            raise TypeError(
+                f"{where} is one of a torch.optim.AdamW: MARS.from_adamw(optimizer) takes its "
+                "groups over"
+            )
         close = difflib.get_close_matches(str(name), CHECKS, n=1, cutoff=0.7)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise TypeError(
@@ -152,24 +160,34 @@ def check_values(options: Mapping[str, Any]) -> None:
     for name in CHECKS:
         if name in options:
             _check_value(name, options[name])
-    for name in ("betas", "betas_1d"):
+    for name in PAIRS:
         if name in options:
             _check_betas(name, options[name])
     _check_together(options)
 
 
-# Options of which no engine would notice a wrong one in a group.
-CHOICES = (
-    "mars_type", "clip", "second_moment", "matrix_rule", "ns_coefficients", "ns_dtype",
-    "state_dtype", "max_grad_norm",
-)  # fmt: skip
+# What schedulers move: a rate that ends at −1e-19 by rounding must not end a training.
+MOVED = frozenset({"lr", "lr_1d", "base_lr", "gamma", "weight_decay", "weight_decay_1d"})
+SETTLED = tuple(name for name in CHECKS if name not in MOVED)
 
 
-def check_choices(group: Mapping[str, Any]) -> None:
-    """Refuse a wrong choice in a group that has been changed since it was checked."""
-    for name in CHOICES:
-        _check_value(name, group[name])
-    _check_together(group)
+def check_changed(groups: Sequence[Mapping[str, Any]], checked: dict[int, dict[str, Any]]) -> None:
+    """Refuse a wrong value in groups that were changed since ``checked`` was noted here.
+
+    Tensors are not read, which would wait for the device.
+    """
+    unknown = object()
+    for i, group in enumerate(groups):
+        before = checked.setdefault(i, {})
+        changed = {n: group[n] for n in SETTLED if group[n] is not before.get(n, unknown)}
+        if changed:
+            check_values({n: v for n, v in changed.items() if not _has_tensors(v)})
+        _check_together(group)
+        before.update(changed)
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and any(isinstance(part, Tensor) for part in value)
 
 
 def _check_value(name: str, value: Any) -> None:
@@ -249,7 +267,7 @@ def plain_numbers(options: dict[str, Any], differentiable: bool) -> dict[str, An
     Tensor betas are read here, once, unless a gradient shall reach them; other tensors stay.
     """
     for name, value in options.items():
-        if name in ("betas", "betas_1d"):
+        if name in PAIRS:
             if not (differentiable and isinstance(value[0], Tensor)):
                 options[name] = (as_float(value[0]), as_float(value[1]))
         elif name == "state_dtype" and isinstance(value, dict):

@@ -156,6 +156,9 @@ def test_a_longer_run_of_the_same_recipe_goes_on(tmp_path: Path, capsys: Capture
     for steps in ("20", "40"):
         assert main([*words, "--loop.steps", steps]) == 0
     assert "extended 20 to 40 steps" in capsys.readouterr().err
+    for run_ in (words, ["train", str(tmp_path / "run")]):  # not told of the warm-up
+        assert main([*run_, "--loop.steps", "3"]) == 1
+        assert "holds a run with loop.steps = 40, not 3" in capsys.readouterr().err
     for option in ("--schedule.warmup-steps", "--schedule.warmup_steps"):
         assert main([*words, "--loop.steps", "60", option, "9"]) == 1
         assert "schedule.warmup_steps" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,16 @@ def model() -> GPT:
 def members(optimizer: torch.optim.Optimizer, gpt: GPT) -> list[set[str]]:
     names = {p: name for name, p in gpt.named_parameters()}
     return [{names[p] for p in group["params"]} for group in optimizer.param_groups]
+
+
+class PassesOn(torch.optim.AdamW):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+
+
+class OneRate(torch.optim.SGD):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
 
 
 class Mine(torch.optim.SGD):
@@ -114,9 +125,19 @@ def test_your_own() -> None:
     assert label("test_optimizers:Mine") == "Mine"
 
 
+def test_your_own_that_passes_its_options_on() -> None:
+    config = Optimizer(name="test_optimizers:PassesOn", lr=0.5, weight_decay=0.3, betas=(0.8, 0.9))
+    optimizer = build(model(), config)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.5, 0.5]
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.0]
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        ({"name": "test_optimizers:OneRate"}, "takes no lr: all rates would be the same one"),
+        ({"name": "adamw@0.1"}, "NAME@RATE is for a race; here it is NAME, and --optimizer.lr"),
         ({"name": "adamm"}, "unknown optimizer 'adamm'; did you mean adamw? known: adamw"),
         ({"name": "no.such.module:X"}, "cannot be imported: No module named 'no'"),
         ({"name": "math:sqrt"}, "'math:sqrt' is no torch.optim.Optimizer"),

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from mars.lab.cli import main
 from mars.lab.errors import LabError
-from mars.lab.rundir import TEMPORARY, RunDirectory, temporary_name, write_atomically
+from mars.lab.rundir import HOLDS, TEMPORARY, RunDirectory, temporary_name, write_atomically
 
 # Light: no torch in the children.
 OWNER = """
@@ -118,6 +119,36 @@ def test_a_run_directory_is_made_and_left_empty(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "runs" / "a")
     assert os.listdir(run.path) == []
     RunDirectory(run.path)
+
+
+@pytest.mark.parametrize("file", HOLDS)
+def test_a_directory_of_another_kind_is_refused(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).write_text("precious")
+    for own in HOLDS:
+        if own == file:
+            RunDirectory(tmp_path, own)
+            continue
+        with pytest.raises(LabError, match=rf"holds {HOLDS[file]} \({file}\): choose another"):
+            RunDirectory(tmp_path, own)
+    assert os.listdir(tmp_path) == [file]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "gpt-tiny", "--keep.out"],
+        ["race", "gpt-tiny", "--optimizers", "adamw", "--keep.out"],
+        ["tune", "gpt-tiny", "--search", "lr", "--trials", "1", "--keep.out"],
+        ["study", "tiny-clip", "--seconds", "9", "--out"],
+    ],
+)
+def test_no_command_writes_into_prepared_data(
+    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    assert main([*words, str(tmp_path)]) == 1
+    assert f"{tmp_path} holds prepared data" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["manifest.json"]
 
 
 @pytest.mark.parametrize("where", ["file", "file/run", "file/deep/run"])

@@ -255,12 +255,22 @@ def fitted(args: AnyRun, base: Run) -> AnyRun:
     return dataclasses.replace(args, schedule=schedule)
 
 
+def not_fewer(run: Run, begun: Run) -> None:
+    """Refuse to go on with a run to fewer steps than it was begun for."""
+    if run.loop.steps < begun.loop.steps:
+        raise LabError(
+            f"{run.directory} holds a run with loop.steps = {begun.loop.steps}, not "
+            f"{run.loop.steps}: it can go on to more, not to fewer; choose another --keep.out"
+        )
+
+
 def extending(run: Run) -> Run:
     """With the warm-up that the run in its directory has had, if there is one."""
     path = Path(run.directory) / "config.json"
     if not path.is_file():
         return run
     begun = read_config(path)
+    not_fewer(run, begun)
     return run.replace(schedule={"warmup_steps": begun.schedule.warmup_steps})
 
 

@@ -64,8 +64,13 @@ def _train(words: list[str]) -> int:
     )
     args = arguments.parse(arguments.TrainArgs, words, f"mars train {recipe}", about, default)
     # A run directory keeps its schedule; a recipe's warm-up shrinks with its steps.
-    resolved = arguments.counted if Path(recipe).is_dir() else arguments.fitted
-    run = arguments.as_run(resolved(args, base))
+    if Path(recipe).is_dir():
+        args = arguments.counted(args, base)
+        if args.directory == base.directory:
+            arguments.not_fewer(args, base)
+    else:
+        args = arguments.fitted(args, base)
+    run = arguments.as_run(args)
     if recipe in RECIPES and not any("warmup" in word for word in words):
         run = arguments.extending(run)
     own = arguments.asked(words, args).get("optimizer", {})

@@ -135,6 +135,8 @@ def _value(text: str) -> Any:
 
 def _dotted(name: str) -> Entry:
     """A class of the user's, as ``package.module:Class``."""
+    if "@" in name:
+        raise LabError(f"{name!r}: NAME@RATE is for a race; here it is NAME, and --optimizer.lr")
     module, colon, attribute = name.partition(":")
     if not colon:
         near = "separate names by spaces;" if "," in name else meant(name, REGISTRY)
@@ -148,17 +150,31 @@ def _dotted(name: str) -> Entry:
         raise LabError(f"optimizer {name!r} cannot be imported: {_line(error)}") from error
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise LabError(f"optimizer {name!r} is no torch.optim.Optimizer")
-    parameters = inspect.signature(cls).parameters
+    parameters = _parameters(cls)
     accepted = set(parameters)
+    if "lr" not in accepted:
+        raise LabError(f"optimizer {name!r} takes no lr: all rates would be the same one")
 
     def make(model: nn.Module, o: Optimizer, options: dict[str, Any]) -> torch.optim.Optimizer:
         fields = {"lr": o.lr, "weight_decay": o.weight_decay, "betas": o.betas, "gamma": o.gamma}
         given = {k: v for k, v in fields.items() if k in accepted and v is not None}
         return cls(decayed(model), **{**given, **options})
 
-    lr = parameters["lr"].default if "lr" in accepted else None
+    lr = parameters["lr"].default
     lr = lr if isinstance(lr, float) else None
     return Entry(attribute, "your own", make, frozenset({"betas", "gamma"} & accepted), lr)
+
+
+def _parameters(cls: type) -> dict[str, inspect.Parameter]:
+    """What a class is made with; if it passes on **kwargs, what its bases are made with, too."""
+    found: dict[str, inspect.Parameter] = {}
+    for base in cls.__mro__:
+        if "__init__" in base.__dict__:
+            own = inspect.signature(base.__init__).parameters  # type: ignore[misc]
+            found = {**own, **found}
+            if all(p.kind is not p.VAR_KEYWORD for p in own.values()):
+                break
+    return found
 
 
 def decayed(model: nn.Module) -> list[dict[str, Any]]:

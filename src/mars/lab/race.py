@@ -195,7 +195,7 @@ def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
         "baseline": BASELINE if BASELINE in names else names[0],
         "command": command,
     }
-    with RunDirectory(directory).lock():
+    with RunDirectory(directory, "race.json").lock():
         write_atomically(directory / "race.json", (json.dumps(about, indent=2) + "\n").encode())
         failed = run_all(jobs, processes, command)
         if failed is None:

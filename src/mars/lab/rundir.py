@@ -32,6 +32,15 @@ _REASONS = {
     errno.ENOTDIR: "a part of the path is a file, not a directory",
 }
 
+# By which file a directory is known to hold what.
+HOLDS = {
+    "config.json": "a run",
+    "race.json": "a race",
+    "tune.json": "a search",
+    "results.jsonl": "a study",
+    "manifest.json": "prepared data, or a checkpoint",
+}
+
 # Descriptors of the locks held by this process.
 _held: set[int] = set()
 
@@ -94,14 +103,19 @@ def write_atomically(path: Path, data: bytes | Callable[[BinaryIO], object]) -> 
 class RunDirectory:
     """A directory in which a run may write: made if need be, refused at once if it cannot be.
 
+    ``own`` is the file of ``HOLDS`` that it will be known by: what holds anything else is refused.
+
     >>> import tempfile
     >>> run = RunDirectory(Path(tempfile.mkdtemp()) / "gpt-tiny")
     >>> with run.lock():
     ...     write_atomically(run.path / "config.json", b"{}")
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], own: str | None = None) -> None:
         self.path = Path(path)
+        for other, what in HOLDS.items() if own is not None else ():
+            if other != own and (self.path / other).exists():
+                raise LabError(f"{self.path} holds {what} ({other}): choose another directory")
         probe = temporary_name(self.path / "probe")
         try:
             self.path.mkdir(parents=True, exist_ok=True)

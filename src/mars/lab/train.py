@@ -97,7 +97,7 @@ def train(
 def _owned(directory: Path, world: World) -> Iterator[None]:
     """The first process holds the lock for all."""
     with contextlib.ExitStack() as stack:
-        world.on_first(lambda: stack.enter_context(RunDirectory(directory).lock()))
+        world.on_first(lambda: stack.enter_context(RunDirectory(directory, "config.json").lock()))
         world.together(lambda: _check_shared(directory))
         yield
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mars.lab import log, workers
 from mars.lab.config import Run
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, unexpected
 from mars.lab.progress import Progress
 from mars.lab.rundir import RunDirectory
 from mars.lab.search import open_study
@@ -129,6 +129,8 @@ def _watched(run: Run, watcher: Watcher, order: Order) -> State:
         if watcher.state != "diverged":
             raise
         return "diverged"
+    except Exception as error:  # of an optimizer of somebody's, say
+        raise LabError(unexpected(error, Path(run.directory))) from error
     if outcome.status == "stopped":
         return "stopped"
     watcher.loss = outcome.score

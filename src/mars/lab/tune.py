@@ -88,7 +88,7 @@ def tune(args: TuneArgs, directory: Path, command: str) -> int:
     found.compare()
     if not (directory / "study").exists():
         sys.stderr.write(said + "\n")
-    with RunDirectory(directory).lock():
+    with RunDirectory(directory, "tune.json").lock():
         complete = Search(args, found, jobs, first).go()
     if not complete:
         sys.stdout.write("stopped; the same command goes on from here\n")

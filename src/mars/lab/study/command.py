@@ -22,7 +22,7 @@ from mars.lab.rundir import RunDirectory, write_atomically
 from mars.lab.study import fingerprint, page, times
 from mars.lab.study.definition import Study
 from mars.lab.study.questions import STUDIES, find
-from mars.lab.study.results import Results
+from mars.lab.study.results import NAME, Results
 from mars.lab.study.stretch import Stretch
 from mars.lab.study.verdict import markdown, terminal, verdict
 
@@ -92,7 +92,7 @@ def go_on(name: str, args: StudyArgs, command: str) -> int:
     if args.verdict_only:
         if not file.path.exists() and not args.take:
             raise LabError(f"{file.path} is not there: nothing has been run, or give --out")
-        with RunDirectory(directory).lock() if args.take else nullcontext():
+        with RunDirectory(directory, NAME).lock() if args.take else nullcontext():
             _take(study, file, args.take)
         results = file.read()
         if results and not {r.arm for r in results} & {arm.label for arm in study.arms}:
@@ -105,7 +105,7 @@ def go_on(name: str, args: StudyArgs, command: str) -> int:
         here = fingerprint.of_study(study)
         fingerprint.check(study, file.read(), directory, here)
         left_out = {*without, *others}
-        with RunDirectory(directory).lock():
+        with RunDirectory(directory, NAME).lock():
             _take(study, file, args.take, here)
             if args.times:
                 times.measure(study, directory, here, command, left_out)
