@@ -75,6 +75,7 @@ def test_a_recipes_help_groups_and_explains_all_fields(capsys: Capture) -> None:
         (["train", "gpt-tiny", "--optimizer.options", "foo"], "it takes NAME VALUE or NAME=VALUE"),
         (["train", "gpt-tiny", "--loop.steps", "many"], "'many' is no whole number"),
         (["data", "--verify"], "mars data needs, as its first word, a file, directory or glob"),
+        (["data", ".", "--verify"], ". was not made by `mars data`: it has no manifest.json"),
         (["data", "nope.txt"], "no such file: nope.txt; by name there are openwebtext"),
         (["train", "gpt-tiny", "--loop.stepz", "3"], "--loop.stepz"),
         (["train", "gpt-tiny", "--loop.steps", "many"], "--loop.steps"),

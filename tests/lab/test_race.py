@@ -126,6 +126,21 @@ class Breaks(torch.optim.SGD):
         raise ValueError("boom\nand more of it")
 
 
+class Remembers(torch.optim.SGD):
+    """One whose state no checkpoint can hold."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        super().step()
+        self.state[self.param_groups[0]["params"][0]]["when"] = object()
+
+
+def test_a_state_that_cannot_be_saved_is_told_at_once(tmp_path: Path, capsys: Capture) -> None:
+    words = ["--optimizer", f"{__name__}:Remembers", "--keep.out", str(tmp_path / "run")]
+    assert main(["train", "gpt-tiny", *words]) == 1
+    assert "optimizer.state.0.when is of type object" in capsys.readouterr().err
+    assert all(r["step"] <= 1 for r in read(tmp_path / "run")[1:])
+
+
 def test_a_run_that_fails_leaves_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,7 @@ def plain(value: Any, where: str) -> Any:
     for kind in (int, float, str):  # classes derived of them
         if isinstance(value, kind):
             return kind(value)
-    raise CheckpointError(f"{where} is a {type(value).__name__}, which a checkpoint cannot hold")
+    raise CheckpointError(f"{where} is of type {type(value).__name__}: a checkpoint cannot hold it")
 
 
 def write(file: Any, value: Any) -> None:

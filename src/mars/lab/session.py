@@ -23,6 +23,7 @@ from mars.lab.errors import Diverged, LabError
 from mars.lab.log import Log
 from mars.lab.loop import Training
 from mars.lab.optimizers import state_bytes
+from mars.lab.plainfile import plain
 from mars.lab.signals import Interrupt
 
 Watch = Callable[[dict[str, Any]], None]
@@ -168,6 +169,8 @@ class Session:
         self._observed()
         if t.step == 1 and self.log is not None:
             self.log.replace_header(state_bytes=state_bytes(t.optimizer))
+            if keep.save_every is not None and self.world.mode is None:
+                plain(t.optimizer.state_dict(), "optimizer")  # what cannot be saved is told now
         self._tick()
         last = t.step == loop.steps
         log = last or t.step % loop.log_every == 0

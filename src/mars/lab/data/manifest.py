@@ -102,6 +102,8 @@ def check_shard(directory: Path, entry: Entry, *, content: bool) -> None:
 
 def verify(directory: Path, progress: Callable[[str], None] | None = None) -> Manifest:
     """Check every shard of a prepared directory, sizes and sha256."""
+    if not (directory / FILE).exists():
+        raise LabError(f"{directory} was not made by `mars data`: it has no {FILE}")
     manifest = load_manifest(directory)
     if not manifest.complete:
         raise LabError(f"{directory} is not finished: run the same `mars data` command again")
