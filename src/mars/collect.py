@@ -25,7 +25,6 @@ from mars.engines import CELLS, Batch, foreach
 from mars.plan import Plan
 from mars.rule import KINDS
 from mars.sharding import Ranks, flops, matrix_shape
-from mars.state import begins_late, buffers, kind_of
 
 if TYPE_CHECKING:
     from mars.optimizer import MARS
@@ -44,13 +43,7 @@ def may_scale(optimizer: MARS) -> bool:
     alone = one_launch(pairs) or not any(shares_norm(g, p) for g, p in pairs)
     if not pairs or not alone:
         return False
-    if not all(steps_now(group, p, optimizer._ranks) for group, p in pairs):
-        return False
-    rare = [(group, p) for group, p in pairs if "last_grad" not in optimizer.state.get(p, ())]
-    return not any(
-        begins_late(optimizer.state.get(p, {}), buffers(kind_of(p, group), p, group))
-        for group, p in rare
-    )
+    return all(steps_now(group, p, optimizer._ranks) for group, p in pairs)
 
 
 def collect(optimizer: MARS, plan: Plan | None) -> tuple[Plan | None, list[tuple[Batch, str]]]:
@@ -92,21 +85,17 @@ def _batches(
         columns: list[list[Any]] = [[] for _ in range(11)]
         kinds: list[str] = []
         fused: list[bool] = []
-        begins: list[bool] = []
         layouts: list[Any] = []
-        optimizer._init_group(group, may_fuse, kinds, fused, begins, layouts, *columns)
+        optimizer._init_group(group, may_fuse, kinds, fused, layouts, *columns)
         x, t = columns[0], columns[2]
         split: dict[Any, int] = {}
         other = _other_engine(group, x)
         for i, kind in enumerate(kinds):
             spread = layouts[i] is not None
-            late = begins[i] and not torch.compiler.is_compiling()  # a graph would stay without γ
-            key = (kind, x[i].device, x[i].dtype, fused[i], spread, late, id(x[i]) in planned)
+            key = (kind, x[i].device, x[i].dtype, fused[i], spread, id(x[i]) in planned)
             if key not in split:
                 split[key] = len(batches)
                 batch = new_batch(kind, group, index, x[i], t[i], fused[i])
-                if late:
-                    batch.k = batch.k._replace(gamma=0.0)
                 engine = "foreach" if spread or _shared(optimizer, batch) else other
                 batches.append((batch, "fused" if fused[i] else engine))
                 members.append([])

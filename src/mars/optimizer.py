@@ -361,7 +361,7 @@ class MARS(Optimizer):
 
     def _init_group(
         self, group: Group, may_fuse: bool, kinds: list[str], fused: list[bool],
-        begins: list[bool], layouts: list[Any], *columns: list[Any],
+        layouts: list[Any], *columns: list[Any],
     ) -> None:  # fmt: skip
         """Fill the lists for the parameters that have a gradient; make the state they miss.
 
@@ -380,8 +380,7 @@ class MARS(Optimizer):
             if (kind, p.dtype) not in needed:
                 needed[kind, p.dtype] = state.buffers(kind, p, group)
             names = needed[kind, p.dtype]
-            late = state.begins_late(own, names)
-            fuse = may_fuse and not late and steps_now(group, p, self._ranks)
+            fuse = may_fuse and steps_now(group, p, self._ranks)
             state.drop_unused(own, kind, group, names)
             if "step" not in own:
                 own["step"] = self._new_step(p, group, fused=fuse)
@@ -395,6 +394,5 @@ class MARS(Optimizer):
             for column, value in zip(columns, (*row, low), strict=True):
                 column.append(local(p, value, group) if sharded else value)
             layouts.append(layout_of(p, group) if sharded else None)
-            begins.append(late)
             kinds.append(kind)
             fused.append(fuse)

@@ -156,15 +156,6 @@ def complete(own: dict[str, Any], p: Tensor, names: Mapping[str, torch.dtype]) -
             own[name] = new_buffer(name, dtype, p)
 
 
-def begins_late(own: Mapping[str, Any], names: Mapping[str, torch.dtype]) -> bool:
-    """Whether the last gradient is needed from now on, by a tensor that has been stepped without.
-
-    Its first step is then taken with c = g, after any scaling of g: h would be a g of before.
-    (exp_avg has been n = m − γ·h until now; the share of that h is made up for by β₁.)
-    """
-    return "last_grad" in names and "step" in own and "last_grad" not in own
-
-
 def drop_unused(
     own: dict[str, Any], kind: str, group: Mapping[str, Any], names: Mapping[str, torch.dtype]
 ) -> None:
