@@ -192,6 +192,7 @@ def test_embeddings_known_by_name_are_not_orthogonalised_without_a_word(
         ("eps", None, "Invalid epsilon value: None"),
         ("ns_steps", 0, "Invalid ns_steps: 0"),
         ("fused", "x", "Invalid fused: 'x'"),
+        ("state_dtype", {"exp_avg": "9bit"}, "Invalid state_dtype: {'exp_avg': '9bit'}"),
     ],
 )
 def test_an_option_changed_to_nonsense_later_is_named(
@@ -208,6 +209,16 @@ def test_an_option_changed_to_nonsense_later_is_named(
     optimizer.param_groups[0][option] = before
     optimizer.step()
     assert int(optimizer.state[p]["step"]) == 2
+
+
+def test_a_dict_changed_in_its_place_is_looked_at_again() -> None:
+    p = weight()
+    optimizer = MARS([p], state_dtype={"exp_avg": "bfloat16"})
+    p.grad = torch.ones(3, 2)
+    optimizer.step()
+    optimizer.param_groups[0]["state_dtype"]["exp_avg_sq"] = "9bit"
+    with pytest.raises(ValueError, match="Invalid state_dtype"):
+        optimizer.step()
 
 
 def test_a_rate_that_a_scheduler_rounds_below_zero_ends_no_training() -> None:

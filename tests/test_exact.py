@@ -310,6 +310,38 @@ def test_resume_is_bitwise(train) -> None:
         assert torch.equal(a, b)
 
 
+def test_switching_to_the_protocol_mid_way_takes_one_uncorrected_step() -> None:
+    """Gradients of approximate steps are those of other batches: not corrected by, and said."""
+    p = nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
+    optimizer = MARS([p], gamma=0.5, clip=None)
+    for _ in range(2):
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+    for _ in range(2):  # and again after approximate steps in between
+        optimizer.param_groups[0]["is_approx"] = False
+        before = optimizer.state[p]["exp_avg"].clone()
+        p.grad = torch.randn_like(p)
+        with pytest.warns(UserWarning, match="this one step is taken without correction"):
+            optimizer.step()
+        torch.testing.assert_close(optimizer.state[p]["exp_avg"], 0.95 * before + 0.05 * p.grad)
+        with pytest.raises(RuntimeError, match="needs the gradients of this batch"):
+            optimizer.step()
+        optimizer.update_previous_grad()
+        optimizer.update_last_grad()
+        optimizer.param_groups[0]["is_approx"] = True
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+        assert "previous_grad" not in optimizer.state[p]
+
+
+def test_a_wrong_option_is_found_before_the_closure_runs() -> None:
+    p = nn.Parameter(torch.randn(4, 3))
+    optimizer = MARS([p], is_approx=False)
+    optimizer.param_groups[0]["max_grad_norm"] = 1.0
+    with pytest.raises(ValueError, match="max_grad_norm needs is_approx=True"):
+        optimizer.step(lambda: pytest.fail("evaluated"))
+
+
 def test_switching_to_exact_mid_way_takes_one_uncorrected_step() -> None:
     model, batches = make_model(), make_batches(3)
     optimizer = MARS(model.parameters())

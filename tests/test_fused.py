@@ -515,6 +515,20 @@ def test_counts_of_another_dtype_are_converted() -> None:
     assert float(optimizer.state[xs[0]]["step"]) == 2.0
 
 
+def test_a_gradient_that_cannot_be_stepped_stops_what_is_fused_beside_it() -> None:
+    p, q = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4, 6).t())
+    optimizer = MARS([p, q], fused=True)
+    give([p, q])
+    optimizer.step()
+    assert optimizer._plan is not None
+    before = p.detach().clone()
+    give([p])
+    q.grad = torch.ones(6, 4).to_sparse()
+    with pytest.raises(RuntimeError, match="MARS does not support sparse gradients"):
+        optimizer.step()
+    assert torch.equal(p, before)
+
+
 def test_a_nan_in_a_gradient_of_lion_does_what_the_loop_does() -> None:
     a = make((8, 8))
     b = [nn.Parameter(x.detach().clone()) for x in a]

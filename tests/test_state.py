@@ -396,6 +396,35 @@ def test_consumed_gradients_are_ours_alone() -> None:
     copy.deepcopy(optimizer)
 
 
+@pytest.mark.parametrize("how", ["negated", "conjugated", "expanded", "shared"])
+def test_consumed_gradients_are_clipped_once_whatever_they_are(how: str) -> None:
+    numbers = torch.randn(12, dtype=torch.complex64 if how == "conjugated" else torch.float32)
+    g = numbers if how == "conjugated" else numbers.view(4, 3)  # complex vectors are matrices
+    a, b = nn.Parameter(torch.zeros_like(g)), nn.Parameter(torch.zeros_like(g))
+    optimizer = MARS([{"params": [a]}, {"params": [b]}], consume_grads=True, max_grad_norm=0.1)
+    if how == "negated":
+        a.grad = torch._neg_view(g)
+    elif how == "conjugated":
+        a.grad = g.conj()
+    elif how == "expanded":
+        a.grad = g[:1].expand(4, 3)
+    else:
+        a.grad = b.grad = g.clone()
+    want = a.grad.clone().resolve_conj().resolve_neg()
+    want *= 0.1 / (want.norm() * (2**0.5 if how == "shared" else 1))
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[a]["last_grad"], want, rtol=1e-4, atol=1e-7)
+    assert a.grad is None
+
+
+def test_a_maximum_that_nobody_kept_up_begins_anew() -> None:
+    optimizer, p = stepped(steps=2, amsgrad=True)
+    optimizer.param_groups[0]["amsgrad"] = False
+    p.grad = torch.randn(4, 3)
+    optimizer.step()
+    assert "max_exp_avg_sq" not in optimizer.state[p]
+
+
 @pytest.mark.parametrize("engine", [{"foreach": False}, {"foreach": True}, {}])
 def test_a_last_gradient_that_begins_late_is_the_clipped_one(engine: dict) -> None:
     optimizer, p = stepped(mars_type="mars-lion", clip=None, max_grad_norm=1e-3, **engine)
@@ -740,7 +769,7 @@ def test_exact_mode_begins_with_gradients_of_another_dtype() -> None:
     p.grad = torch.ones(4, 4)
     optimizer.step()
     optimizer.param_groups[0]["is_approx"] = False
-    with pytest.warns(UserWarning, match="no previous parameters"):
+    with pytest.warns(UserWarning, match="nothing of the previous parameters"):
         optimizer.step(closure)
     assert optimizer.state[p]["last_grad"].dtype == torch.bfloat16
     optimizer.step(closure)

@@ -90,6 +90,7 @@ def clip_gradients(
         return None
     norms = [torch._foreach_norm([g.to(b.m[0].dtype) for g in b.g]) for b in clipped]
     total = _total(list(chain(*_whole(norms, clipped))), ranks, _home(groups))
+    consumed: list[tuple[Tensor, Tensor]] = []
     for batch in clipped:
         assert batch.max_grad_norm is not None
         wide = batch.m[0].dtype
@@ -97,7 +98,8 @@ def clip_gradients(
         factor = (batch.max_grad_norm / (length + 1e-6)).clamp(max=1.0).to(wide)
         taken = list(batch.g)
         batch.g[:] = [g.to(wide) * factor for g in taken]
-        if batch.consume:  # they will be the last gradients
-            for g, clipped_g in zip(taken, batch.g, strict=True):
-                g.copy_(clipped_g)
+        if batch.consume:
+            consumed += zip(taken, batch.g, strict=True)
+    for g, small in consumed:  # they will be the last gradients; two may be one tensor
+        g.copy_(small)
     return total

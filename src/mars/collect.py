@@ -21,7 +21,7 @@ from mars.dispatch import (
     shares_norm,
     steps_now,
 )
-from mars.engines import CELLS, Batch, foreach
+from mars.engines import CELLS, COLUMNS, Batch, foreach
 from mars.plan import Plan
 from mars.rule import KINDS
 from mars.sharding import Ranks, flops, matrix_shape
@@ -82,7 +82,7 @@ def _batches(
     batches: list[tuple[Batch, str]] = []
     members: list[list[Tensor]] = []
     for index, group in enumerate(optimizer.param_groups):
-        columns: list[list[Any]] = [[] for _ in range(11)]
+        columns: list[list[Any]] = [[] for _ in COLUMNS]
         kinds: list[str] = []
         fused: list[bool] = []
         layouts: list[Any] = []

@@ -61,19 +61,24 @@ def evaluate(optimizer: MARS, closure: Callable[[], Any]) -> Any:
     if moved:
         _evaluate_there(optimizer, closure, moved)
     loss = closure()
+    _without_correction(optimizer, [p for p in corrected if p not in moved], frames=6)
+    return loss
+
+
+def _without_correction(optimizer: MARS, lost: list[Tensor], frames: int) -> None:
+    """c = g once, for those of these that have been stepped: what h they have is of before."""
     stepped = dict(_states(optimizer))
-    lost = [p for p in corrected if p in stepped and p not in moved]
+    lost = [p for p in lost if p in stepped]
     for p in lost:
         if p.grad is not None:
             stepped[p]["last_grad"] = p.grad.detach().to(p.dtype, copy=True)
     if lost:
         warnings.warn(
-            f"exact mode: no previous parameters for {len(lost)} tensors (their state comes from "
-            "approximate mode, from the protocol methods or from a partial checkpoint); this one "
-            "step is taken without correction",
-            stacklevel=4,
+            f"exact mode: nothing of the previous parameters for {len(lost)} tensors (their state "
+            "comes from approximate mode, from another protocol or from a partial checkpoint); "
+            "this one step is taken without correction",
+            stacklevel=frames,  # to where step was called
         )
-    return loss
 
 
 def _evaluate_there(
@@ -141,7 +146,14 @@ def remember(optimizer: MARS, with_closure: bool) -> None:
 @_disable_dynamo
 def check_protocol(optimizer: MARS, with_closure: bool) -> None:
     """Refuse an exact step whose last gradients are those of the step before."""
-    if with_closure or optimizer._last_grads == "fresh" or not _corrected(optimizer):
+    corrected = _corrected(optimizer)
+    if with_closure or not corrected:
+        return
+    if optimizer._last_grads == "fresh":
+        # Of approximate steps: those of the protocol leave its buffer.
+        found = ((p, optimizer.state.get(p, {})) for p in corrected)
+        lost = [p for p, own in found if "previous_grad" not in own]
+        _without_correction(optimizer, lost, frames=8)
         return
     if optimizer._last_grads == "used":
         raise RuntimeError(

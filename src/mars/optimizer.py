@@ -260,7 +260,7 @@ class MARS(Optimizer):
 
     @torch.no_grad()
     def update_last_grad(self) -> None:
-        """Exact mode, the authors' protocol: call after ``step``. Harmless in approximate mode."""
+        """Exact mode, the authors' protocol: call after ``step``, before a checkpoint is saved."""
         exact.promote_previous(self)
 
     @overload
@@ -278,15 +278,15 @@ class MARS(Optimizer):
             bs: accepted because the authors' snippets pass it; unused.
         """
         self._check_capture()
+        if not torch.compiler.is_compiling():
+            options.check_changed(self.param_groups, self._checked)
         loss = None
         if closure is not None:
             # Named here and not in evaluate: dynamo compiles only frames that mention torch.
             with torch.enable_grad():
                 loss = exact.evaluate(self, closure)
-        if not torch.compiler.is_compiling():
-            options.check_changed(self.param_groups, self._checked)
         plan = self._renewed_plan()
-        if plan is None:
+        if plan is None or not plan.complete:
             self._check_gradients()
         approximate = all(group["is_approx"] for group in self.param_groups)
         if not approximate:
@@ -389,6 +389,8 @@ class MARS(Optimizer):
             if fuse:
                 state.straighten(own, p)
             g = gradient(p, group) if sharded else p.grad.resolve_conj().resolve_neg()
+            if group["consume_grads"] and not sharded and (g is not p.grad or 0 in g.stride()):
+                p.grad = g = g.contiguous()  # as it can be written to, and kept
             row = (p, g, own["step"], *(own[n] if n in names else None for n in state.ROW))
             low = own.get(state.LOW_HALF.get(p.dtype, ""))
             for column, value in zip(columns, (*row, low), strict=True):

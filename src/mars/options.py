@@ -179,11 +179,15 @@ def check_changed(groups: Sequence[Mapping[str, Any]], checked: dict[int, dict[s
     unknown = object()
     for i, group in enumerate(groups):
         before = checked.setdefault(i, {})
-        changed = {n: group[n] for n in SETTLED if group[n] is not before.get(n, unknown)}
+        changed = {
+            n: v for n in SETTLED
+            if (v := group[n]) is not (known := before.get(n, unknown))
+            and not (type(v) is dict and v == known)
+        }  # fmt: skip
         if changed:
             check_values({n: v for n, v in changed.items() if not _has_tensors(v)})
         _check_together(group)
-        before.update(changed)
+        before.update({n: dict(v) if type(v) is dict else v for n, v in changed.items()})
 
 
 def _has_tensors(value: Any) -> bool:

@@ -26,7 +26,7 @@ NUMBERS = frozenset({
 })  # fmt: skip
 
 _grad, _version, _dtype = attrgetter("grad"), attrgetter("_version"), attrgetter("dtype")
-_dense, _negated = Tensor.is_contiguous, Tensor.is_neg  # the first raises for a sparse gradient
+_dense, _negated = Tensor.is_contiguous, Tensor.is_neg  # of a COO tensor the first is False
 _shape = attrgetter("shape")
 
 
@@ -37,7 +37,11 @@ def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 def _structure(group: dict[str, Any]) -> list[Any]:
     """All options but numbers, and whether those are tensors."""
-    kept = [value for name, value in group.items() if name not in NUMBERS and name != "params"]
+    kept = [
+        dict(value) if type(value) is dict else value
+        for name, value in group.items()
+        if name not in NUMBERS and name != "params"
+    ]
     numbers = (group["lr"], group["gamma"])
     kept += [len(group["params"]), group["max_grad_norm"] is None]
     return [*kept, *((n.dtype, n.device) if isinstance(n, Tensor) else None for n in numbers)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mars.options import state_format
+from mars.options import LEAN_BUFFERS, state_format
 from mars.rule import KINDS, formats
 from mars.rule.formats import GROUP
 
@@ -21,12 +21,12 @@ LOW_HALF = {torch.bfloat16: "param_low_bf16", torch.float16: "param_low_fp16"}
 
 
 # The exponents of a buffer of 8 bits, one a group of elements.
-EXPONENT = {name: f"{name}_exponent" for name in ("exp_avg", "exp_avg_sq", "last_grad")}
+EXPONENT = {name: f"{name}_exponent" for name in LEAN_BUFFERS}
 
 # What the step that first needs it makes; before, in a state dict, an empty tensor stands for it.
 LATER = {"last_grad", EXPONENT["last_grad"], "max_exp_avg_sq"}
 
-# The buffers of a row of a batch, after (x, g, t) and before the low half; see Batch.add.
+# The buffers of a row of a batch, after (x, g, t) and before the low half; see engines.COLUMNS.
 ROW = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad", *EXPONENT.values())
 
 
@@ -162,9 +162,11 @@ def drop_unused(
     """Of buffers that were needed before: nobody would keep them up to date."""
     if "last_grad" not in names:
         _drop_last_grad(own, kind, group)
-    if "exp_avg_sq" not in names:
-        for name in ("exp_avg_sq", EXPONENT["exp_avg_sq"], "max_exp_avg_sq"):
+    for name in ROW:
+        if name not in names:
             own.pop(name, None)
+    if group["is_approx"]:
+        own.pop("previous_grad", None)
 
 
 def _drop_last_grad(own: dict[str, Any], kind: str, group: Mapping[str, Any]) -> None:

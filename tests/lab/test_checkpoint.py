@@ -300,14 +300,10 @@ def test_odd_values_are_saved_as_plain_ones(tmp_path: Path) -> None:
 
 def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     model, optimizer = trained()
-    with pytest.raises(
-        CheckpointError, match=r"training\.data\.1 is of type Posix.*cannot hold"
-    ):
+    with pytest.raises(CheckpointError, match=r"training\.data\.1 is of type Posix.*cannot hold"):
         checkpoint.save(tmp_path, 1, model, optimizer, {"data": [0, tmp_path]})
     optimizer.param_groups[0]["rule"] = print
-    with pytest.raises(
-        CheckpointError, match=r"optimizer\.param_groups\.0\.rule is of type b"
-    ):
+    with pytest.raises(CheckpointError, match=r"optimizer\.param_groups\.0\.rule is of type b"):
         checkpoint.save(tmp_path, 1, model, optimizer, {})
     odd = nn.Module()
     odd.register_buffer("table", torch.eye(2).to_sparse())

@@ -1,4 +1,4 @@
-"""How a list of tensors is stepped: one table of (engine, kind) cells, one signature."""
+"""How a list of tensors is stepped: a function an engine, for every kind; one signature."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from mars.engines import cpu, foreach, reference
-from mars.engines.batch import Batch, Cell
+from mars.engines.batch import COLUMNS, Batch, Cell
 from mars.rule import KINDS
 
 # The engines. Fused needs Triton, is imported only when it is used, and steps many batches at a
@@ -37,4 +37,4 @@ def table() -> list[tuple[str, str]]:
     return [(name, kind) for name in available() for kind in KINDS]
 
 
-__all__ = ["CELLS", "ENGINES", "Batch", "Cell", "available", "interpreted", "table"]
+__all__ = ["CELLS", "COLUMNS", "ENGINES", "Batch", "Cell", "available", "interpreted", "table"]

@@ -12,6 +12,9 @@ from torch import Tensor
 from mars.rule import Hyper, formats
 from mars.rule.estimator import Scalar
 
+# The lists of a batch, in the order of a row: a tensor with its gradient, steps and buffers.
+COLUMNS = ("x", "g", "t", "m", "v", "v_max", "h", "m_exp", "v_exp", "h_exp", "low")
+
 
 @dataclass
 class Batch:
@@ -39,14 +42,16 @@ class Batch:
     layouts: list[Any] = field(default_factory=list)  # of sharded tensors, see mars.sharding
 
     def add(self, *row: Tensor | None) -> None:
-        """Append one tensor with its buffers, in the order of the lists."""
-        columns = (
-            self.x, self.g, self.t, self.m, self.v, self.v_max, self.h, self.m_exp, self.v_exp,
-            self.h_exp, self.low,
-        )  # fmt: skip
-        for column, tensor in zip(columns, row, strict=True):
+        """Append one tensor with its buffers, in the order of COLUMNS."""
+        for name, tensor in zip(COLUMNS, row, strict=True):
             if tensor is not None:
-                column.append(tensor)
+                getattr(self, name).append(tensor)
+
+    def part(self, rows: list[int]) -> Batch:
+        """Some of the tensors."""
+        lists = ((name, getattr(self, name)) for name in COLUMNS)
+        own: dict[str, Any] = {n: [c[i] for i in rows] if c else [] for n, c in lists}
+        return replace(self, **own)
 
     def view_complex_as_real(self) -> None:
         """Let the engine see real tensors, one dimension more, over the same memory."""

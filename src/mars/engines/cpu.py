@@ -7,7 +7,6 @@ the step needs no more memory than for its largest tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ def step(batch: Batch, length: Tensor | None) -> None:
     portions = list(_portions(batch))
     room = _room(batch, [rows for rows, fits in portions if fits])
     for rows, fits in portions:
-        part = _part(batch, rows)
+        part = batch.part(rows)
         if fits:
             _adamw(part, length, room)
         else:
@@ -38,7 +37,7 @@ def step(batch: Batch, length: Tensor | None) -> None:
 def norms(batch: Batch) -> list[Tensor]:
     found: list[Tensor] = list(batch.x)
     for rows, _ in _portions(batch):
-        for i, own in zip(rows, foreach.norms(_part(batch, rows)), strict=True):
+        for i, own in zip(rows, foreach.norms(batch.part(rows)), strict=True):
             found[i] = own
     return found
 
@@ -78,16 +77,6 @@ def _fits(batch: Batch, i: int) -> bool:
         return False
     columns = (batch.x, batch.m, batch.v, batch.v_max, batch.low)
     return all(column[i].is_contiguous() for column in columns if column)
-
-
-def _part(batch: Batch, rows: list[int]) -> Batch:
-    def of(column: list[Tensor]) -> list[Tensor]:
-        return [column[i] for i in rows] if column else []
-
-    return replace(
-        batch, x=of(batch.x), g=of(batch.g), t=of(batch.t), m=of(batch.m), v=of(batch.v),
-        v_max=of(batch.v_max), h=of(batch.h), low=of(batch.low),
-    )  # fmt: skip
 
 
 def _adamw(batch: Batch, length: Tensor | None, room: Tensor | None) -> None:
