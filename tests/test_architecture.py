@@ -47,7 +47,7 @@ LAYERS = {
 }
 # What the lab may import besides torch and NumPy; only inside functions (see below).
 LAB = {
-    "numpy", "matplotlib", "tyro", "rich", "tiktoken", "safetensors", "tensorboard", "optuna",
+    "numpy", "matplotlib", "tyro", "rich", "tiktoken", "tensorboard", "optuna",
     "datasets", "pyarrow", "wandb", "pytorch_optimizer", "zstandard", "PIL",
     "lm_eval",
 }  # fmt: skip

@@ -49,7 +49,7 @@ def test_a_nan_gradient_stops_the_run_before_it_is_saved(
     assert "not finite at step" in ended.err
     assert "checkpoints before it are kept" in ended.err
     end = read(folder)[-1]
-    assert (end["kind"], end["status"]) == ("end", "failed")
+    assert (end["kind"], end["status"]) == ("end", "diverged")
     last = 3 if step == 5 else 6
     assert newest(folder).name == f"step-{last:08d}"
     assert finite(newest(folder))

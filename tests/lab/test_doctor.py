@@ -30,7 +30,7 @@ def test_all_is_said_and_nobody_is_called(
     said = capsys.readouterr().out
     assert f"mars {mars.__version__}" in said
     assert f"torch {torch.__version__}" in said
-    for name in (*recipes.RECIPES, *optimizers.REGISTRY, "safetensors", "optuna"):
+    for name in (*recipes.RECIPES, *optimizers.REGISTRY, "optuna"):
         assert f"  {name} " in said
     assert said.count("on cpu: it needs a CUDA device") >= 4 * 3
     assert said.count(" right; off from the reference engine") == 4

@@ -16,6 +16,7 @@ from random_gpt import random_gpt
 
 from mars.lab.cli import main
 from mars.lab.config import read_config
+from mars.lab.converting import ConvertArgs, convert_command
 from mars.lab.errors import LabError
 from mars.lab.huggingface import Folder, is_folder, writing
 from mars.lab.huggingface.command import ExportArgs, export_command
@@ -272,6 +273,14 @@ def test_nothing_is_overwritten_unasked(trained: Path, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     with pytest.raises(LabError, match="is a Hugging Face folder already"):
         export_command(ExportArgs(run=str(out), out=str(tmp_path / "second")))
+
+
+def test_a_converted_checkpoint_is_exported(trained: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "mine"
+    convert_command(ConvertArgs(load(str(trained)).checkpoint, "sharded", elsewhere))
+    out = export_command(ExportArgs(run=str(elsewhere)))
+    assert out == tmp_path / "mine-hf"
+    assert "| steps | 12 of 12 |" in (out / "README.md").read_text()
 
 
 def test_a_failed_export_leaves_nothing(

@@ -23,6 +23,7 @@ from mars.lab.errors import LabError
 from mars.lab.log import read
 from mars.lab.loop import Training
 from mars.lab.models import GPT
+from mars.lab.parallel import World
 from mars.lab.schedule import factor
 from mars.lab.train import prepare, train
 
@@ -119,6 +120,8 @@ def test_a_run_without_checkpoints_leaves_its_log_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoints").exists()
     before = (tmp_path / "log.jsonl").stat().st_mtime_ns
     assert train(config).valid == first.valid
+    with pytest.raises(LabError, match="is done, and has no checkpoint to go on from"):
+        train(config.replace(loop={"steps": 20}), extend=True)
     assert (tmp_path / "log.jsonl").stat().st_mtime_ns == before
 
 
@@ -242,7 +245,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(tmp_pa
     with pytest.raises(LabError, match="the loss is not finite at step"):
         train(config, extend=True)
     end = read(tmp_path / "nan")[-1]
-    assert (end["kind"], end["status"]) == ("end", "failed")
+    assert (end["kind"], end["status"]) == ("end", "diverged")
     for name, tensor in weights(tmp_path / "nan", 6).items():
         assert torch.equal(tensor, good[name])
 
@@ -271,6 +274,22 @@ def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
         train(run(tmp_path, "adamw").replace(keep={"resume": False}))
     after = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*") if p.name != "lock")
     assert after == [pair for pair in before if pair[0].name != "lock"]
+
+
+def test_a_directory_taken_meanwhile_is_anothers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the first look at it and the lock there are minutes on a large machine."""
+    ours, theirs = (run(tmp_path, "adamw", steps=3, seed=seed) for seed in (0, 1))
+
+    def slowly(config: Run, world: World) -> Training:
+        monkeypatch.undo()
+        train(theirs)
+        return prepare(config, world)
+
+    monkeypatch.setattr("mars.lab.train.prepare", slowly)
+    with pytest.raises(LabError, match=r"holds a run with loop\.seed = 1, not 0"):
+        train(ours)
 
 
 def start(config: Run, directory: Path) -> subprocess.Popen[str]:
@@ -316,7 +335,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_a_result(tmp_path: Pa
     with pytest.raises(LabError, match="not finite at step 1"):
         train(config)
     assert not list((tmp_path / "checkpoints").glob("step-*"))
-    assert read(tmp_path)[-1]["status"] == "failed"
+    assert read(tmp_path)[-1]["status"] == "diverged"
 
 
 def test_skipping_does_not_go_with_exact_mode_and_leaves_fp16_to_its_scaler(tmp_path: Path) -> None:

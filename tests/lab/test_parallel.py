@@ -172,7 +172,7 @@ def test_what_is_not_finite_on_one_stops_all(tmp_path: Path, mode: str) -> None:
     assert [result[1] for result in results] == ["Diverged", "Elsewhere"]
     assert {result[2] for result in results} == {results[0][2]}
     assert "not finite at step 5" in results[0][2]
-    assert read(tmp_path)[-1]["status"] == "failed"
+    assert read(tmp_path)[-1]["status"] == "diverged"
     assert checkpoint.newest(tmp_path, print) == tmp_path / "checkpoints" / "step-00000003"
 
 

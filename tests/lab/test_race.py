@@ -50,6 +50,16 @@ def test_each_optimizer_keeps_its_settings_and_takes_the_overrides() -> None:
     assert high_1d / high == pytest.approx(low_1d / low, rel=1e-2)
 
 
+def test_a_rate_is_what_was_asked_for() -> None:
+    made = jobs("gpt-tiny", "--optimizers", "adamw@0.01234", "adamw@0.01231", "--seeds", "1")
+    assert {r.optimizer.lr for r in made.values()} == {0.01234, 0.01231}
+
+
+def test_runs_that_are_there_are_refused_where_they_shall_not_go_on() -> None:
+    made = jobs("gpt-tiny", "--optimizers", "adamw", "--keep.no-resume")
+    assert not any(r.keep.resume for r in made.values())
+
+
 def test_a_file_overrides_the_recipe_for_all_and_one_optimizers_settings(tmp_path: Path) -> None:
     path = tmp_path / "best.json"
     override = {
@@ -350,11 +360,16 @@ def test_a_run_that_diverges_does_not_stop_the_race(tmp_path: Path, capsys: Capt
     path.write_text(
         json.dumps({**to_json(run(tmp_path / "unused", "adamw", steps=12)), "recipe": "m"})
     )
-    code = main([
+    words = [
         "race", str(path), "--optimizers", "adamw", "--seeds", "1", "--rates", "1", "1e30",
         "--jobs", "1", "--keep.out", str(tmp_path / "race"),
-    ])  # fmt: skip
+    ]  # fmt: skip
+    assert main(words) == 0
     captured = capsys.readouterr()
-    assert code == 0
     assert "diverged: the" in captured.err
     assert "adamw-lr0.01-s0: validation loss" in captured.err
+    dead = tmp_path / "race" / "adamw-lr1e+28-s0" / "log.jsonl"
+    before = dead.read_bytes()
+    main(words)  # a result, too, that takes no time a second time
+    assert "diverged: the" in capsys.readouterr().err
+    assert dead.read_bytes() == before

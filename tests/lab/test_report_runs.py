@@ -94,7 +94,7 @@ def test_a_stopped_run_that_goes_on_is_not_stopped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "last", "expected"),
     [("done", 3.0, "done"), ("done", None, "diverged"), ("failed", None, "diverged"),
-     ("failed", 3.0, "failed"), ("stopped", 3.0, "stopped")],
+     ("diverged", None, "diverged"), ("stopped", 3.0, "stopped")],
 )  # fmt: skip
 def test_how_a_run_ended(tmp_path: Path, status: str, last: float | None, expected: str) -> None:
     end = {"kind": "end", **logs.at(10), "status": status, "valid": last}

@@ -131,6 +131,14 @@ def test_a_best_rate_at_the_edge_is_warned_of(tmp_path: Path) -> None:
     assert "!0.002" in table(summary)
 
 
+def test_a_rate_that_has_not_ended_is_no_edge(tmp_path: Path) -> None:
+    logs.run(tmp_path / "under-way", "adamw", 1e-3, status=None)
+    for lr, loss in ((2e-3, 3.0), (4e-3, 3.3)):
+        run(tmp_path, "adamw", 0, {0: 5.0, 400: loss}, lr=lr)
+    said = summarise(load([tmp_path])).warnings
+    assert any("the best rate, 0.002, is the lowest that ended" in warning for warning in said)
+
+
 def test_a_rate_that_diverges_brackets_and_never_wins(tmp_path: Path) -> None:
     for lr, loss in ((1e-3, 3.3), (2e-3, 3.0)):
         for seed in (0, 1):

@@ -147,14 +147,16 @@ def test_runs_are_taken_from_another_study(tmp_path: Path, capsys: Capture) -> N
     there, here = tmp_path / "there", tmp_path / "here"
     assert main(["study", "test_study:quick", "--out", str(there), "--jobs", "1"]) == 0
     capsys.readouterr()
-    words = ["study", "test_study:renamed", "--out", str(here), "--jobs", "1"]
+    words = ["study", "test_study:renamed", "--out", str(here)]
     assert main([*words, "--take", str(tmp_path / "nowhere")]) == 1
     assert "nowhere/results.jsonl is not there" in capsys.readouterr().err
     assert not here.exists()
     assert main([*words, "--take", str(there), "--verdict-only"]) == 0
     said, theirs = capsys.readouterr().err, Results(there).read()
     assert {r.arm for r in Results(here).read()} == {"tuned"}
-    assert main([*words]) == 0
+    assert main([*words, "--verdict-only", "--jobs", "1"]) == 1
+    assert "--verdict-only runs nothing" in capsys.readouterr().err
+    assert main([*words, "--jobs", "1"]) == 0
     said += capsys.readouterr().err
     ours = Results(here).read()
     assert {r.arm for r in ours} == {"tuned", "plain γ"}
@@ -284,8 +286,11 @@ def test_arms_are_timed_apart_from_the_runs(tmp_path: Path, capsys: Capture) -> 
     assert all(0 < time.optimizer < time.step for time in found.values())
     record = json.loads((tmp_path / "times.json").read_text())
     assert len(record["arms"]["MARS"]["rounds"]) == times.ROUNDS
+    # One arm again, as one does where all do not fit the GPU together: the others' times stay.
     assert main([*words, "--times", "--arms", "MARS"]) == 0
-    assert list(times.read(quick(), tmp_path, [])) == ["MARS"]
+    again = times.read(quick(), tmp_path, [])
+    assert again["AdamW"] == found["AdamW"]
+    assert again["MARS"] != found["MARS"]
 
 
 def test_a_run_is_begun_beside_another_only_if_both_can_be_finished(tmp_path: Path) -> None:

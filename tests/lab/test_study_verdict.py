@@ -418,3 +418,18 @@ def test_a_study_that_cannot_be_is_refused() -> None:
         study(comparisons=(Comparison(arm="Muon", baseline="AdamW", claim=Claim(kind="lower")),))
     with pytest.raises(LabError, match="the same label"):
         study(arms=(study().arms[0],) * 2)
+    with pytest.raises(LabError, match="the same label, or nearly"):  # of folders, the same
+        study(arms=(*study().arms, Arm(label="A b", optimizer="adamw", lr=0.1),
+                    Arm(label="A-b", optimizer="adamw", lr=0.1)))  # fmt: skip
+
+
+def test_seeds_that_were_asked_for_are_counted_as_wanted() -> None:
+    losses = {0.005: 3.1, 0.01: 3.0, 0.02: 3.1}
+    known = [
+        result(study(), arm, lr, seed, loss + 0.01 * seed * (arm == "MARS"))
+        for arm in ("AdamW", "MARS")
+        for lr, loss in losses.items()
+        for seed in range(3)
+    ]
+    assert verdict(study(), known).missing == 0
+    assert verdict(study(), known, seeds=5).missing == 4

@@ -336,6 +336,13 @@ def test_micro_batches_average_and_batchnorm_sees_each_alone(tmp_path: Path) -> 
         torch.testing.assert_close(whole, cut, rtol=1e-4, atol=1e-6)
 
 
+def test_a_run_does_not_go_on_in_other_micro_batches(tmp_path: Path) -> None:
+    """Of text it may: there nothing is a mean over a micro-batch."""
+    train(run(tmp_path, steps=2, micro_batch_size=4))
+    with pytest.raises(LabError, match=r"holds a run with loop\.micro_batch_size = 4, not 2"):
+        train(run(tmp_path, steps=4, micro_batch_size=2), extend=True)
+
+
 def test_a_worker_compiles_once_for_all_runs_of_the_same_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -266,11 +266,11 @@ _ABOVE_ZERO = {
         "eval_sequences", "log_every", "diagnose_every",
     ],
     "keep": ["save_every", "last"],
-    "optimizer": ["max_grad_norm"],
+    "optimizer": ["lr", "max_grad_norm"],
 }  # fmt: skip
 _NOT_BELOW_ZERO = {
     "schedule": ["warmup_steps", "min_lr", "decay_share"],
-    "optimizer": ["lr", "weight_decay", "lr_1d", "weight_decay_1d"],
+    "optimizer": ["weight_decay", "lr_1d", "weight_decay_1d"],
     "model": ["dropout", "label_smoothing"],
     "data": ["pad", "cutout"],
 }

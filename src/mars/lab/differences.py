@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-# None of it changes what is computed, but for rounding; of a part that is None, nothing does.
-FREE: dict[str, set[str] | None] = {
-    "keep": None,
-    "loop": {
-        "device", "threads", "compile", "graphs", "deterministic", "micro_batch_size",
-        "log_every", "eval_every", "diagnose_every", "skip_nan", "parallel", "shards",
-        "epochs",  # steps are what counts
-    },
-}  # fmt: skip
+# None of it changes what is computed, but for rounding. Of keep, nothing does.
+FREE = frozenset({
+    "device", "threads", "compile", "graphs", "deterministic", "micro_batch_size", "log_every",
+    "eval_every", "diagnose_every", "skip_nan", "parallel", "shards",
+    "epochs",  # steps are what counts
+})  # fmt: skip
 
 
-def first_difference(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first field in which two configurations disagree though they must not."""
+def is_free(config: Mapping[str, Any], part: str, name: str) -> bool:
+    """Whether a field of a configuration, as JSON has it, changes nothing that is computed."""
+    arch = (config.get("model") or {}).get("arch")
+    if name == "micro_batch_size" and arch not in (None, "vit"):  # they have batch norm
+        return False
+    return part == "keep" or (part == "loop" and name in FREE)
+
+
+def first_difference(
+    old: Mapping[str, Any], new: Mapping[str, Any], strict: Collection[str] = ()
+) -> tuple[str, Any, Any] | None:
+    """The first field in which two configurations disagree though they must not.
+
+    ``strict`` are fields of the loop that are not free here.
+    """
+    return next(_differences(old, new, strict), None)
+
+
+def _differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], strict: Collection[str]
+) -> Iterator[tuple[str, Any, Any]]:
     # The schedule last: its warm-up follows the steps, which are what was asked for.
     for part, fields in sorted(new.items(), key=lambda item: item[0] == "schedule"):
-        free = FREE.get(part, set())
-        if free is None or not isinstance(fields, dict):
+        before = old.get(part)
+        if not isinstance(fields, dict) or not isinstance(before, dict):
             continue
-        for name, value in fields.items():
-            if name not in free and _plain(old[part].get(name)) != _plain(value):
-                return f"{part}.{name}", old[part].get(name), value
-    return None
+        # Another kind of model has other fields: the first that is not the same is told.
+        for name in {**fields, **before}:
+            if name not in strict and is_free(new, part, name):
+                continue
+            was, is_ = before.get(name), fields.get(name)
+            if _plain(was) != _plain(is_):
+                yield f"{part}.{name}", was, is_
 
 
 def _plain(value: Any) -> Any:

@@ -31,7 +31,6 @@ from mars.lab.report import fit, units
 NEEDED = (
     ("torch", "everything"),
     ("numpy", "data"),
-    ("safetensors", "checkpoints"),
 )
 OPTIONAL = (
     ("tiktoken", "GPT-2's tokenizer: gpt-50m and all gpt2 recipes"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mars.lab import arguments, recipes, search
 from mars.lab.config import Run, from_json, to_json
+from mars.lab.differences import first_difference, is_free
 from mars.lab.errors import LabError
 from mars.lab.optimizers import label
 from mars.lab.report import fit, units
@@ -20,11 +21,7 @@ from mars.lab.rundir import write_atomically
 if TYPE_CHECKING:
     import optuna
 
-# What may differ when a search goes on: it changes no loss, but for rounding.
-FREE = {
-    "device", "threads", "compile", "graphs", "deterministic", "micro_batch_size",
-    "log_every", "diagnose_every",
-}  # fmt: skip
+STRICT = ("eval_every",)  # by validations trials are pruned
 SHOWN = 5  # trials in the table
 
 
@@ -70,14 +67,10 @@ class Findings:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise LabError(f"{path} cannot be read: {error!r}; choose another --out") from error
         holds = f"{self.directory} holds a search with"
-        for part, fields in arguments.changes(config, self.run).items():
-            for name, value in sorted(fields.items(), key=lambda field: field[0] != "name"):
-                if part == "keep" or (part == "loop" and name in FREE):
-                    continue
-                was = getattr(getattr(config, part), name)
-                raise LabError(
-                    f"{holds} {part}.{name} = {was!r}, not {value!r}: choose another --out"
-                )
+        difference = first_difference(to_json(config), to_json(self.run), STRICT)
+        if difference is not None:
+            field, was, value = difference
+            raise LabError(f"{holds} {field} = {was!r}, not {value!r}: choose another --out")
         if seeds != self.seeds or ranges != self._about()["search"]:
             words = f"--seeds {seeds} --search {' '.join(ranges)}"
             raise LabError(f"{holds} {words}: choose another --out")
@@ -122,7 +115,11 @@ class Findings:
             for part, names in arguments.changes(own, run).items()
         }
         parts.pop("keep", None)
-        loop = {n: v for n, v in parts.pop("loop", {}).items() if n not in FREE | {"seed"}}
+        loop = {
+            name: value
+            for name, value in parts.pop("loop", {}).items()
+            if name in STRICT or not (name == "seed" or is_free(everything, "loop", name))
+        }
         optimizer = {
             name: value
             for name, value in everything["optimizer"].items()

@@ -14,6 +14,7 @@ from typing import Any
 from mars.lab import workers
 from mars.lab.config import Run
 from mars.lab.errors import Diverged, LabError, unexpected
+from mars.lab.log import read
 from mars.lab.progress import Shown
 from mars.lab.report import units
 
@@ -55,6 +56,8 @@ def _work(job: Job, command: str) -> str:
         short = {k: record.get(k) for k in ("kind", "step", "loss", "accuracy", "step_seconds")}
         _records.put((job.name, short))
 
+    if (before := _diverged_before(job.run)) is not None:
+        return f"diverged: {before}"
     with workers.at_work(job.run):
         try:
             status = train(job.run, command=command, watch=watch).status
@@ -66,6 +69,15 @@ def _work(job: Job, command: str) -> str:
             return f"{FAILED}{unexpected(error, Path(job.run.directory))}"
     _stopped = status == "stopped"
     return status
+
+
+def _diverged_before(run: Run) -> str | None:
+    """Why the run that is there diverged, if it did: it would again."""
+    try:
+        last = read(Path(run.directory))[-1:]
+    except LabError:
+        return None
+    return str(last[0].get("text")) if last and last[0].get("status") == "diverged" else None
 
 
 def run_all(jobs: list[Job], processes: int, command: str) -> dict[str, str] | None:

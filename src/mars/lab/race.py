@@ -76,8 +76,9 @@ def plan(args: RaceArgs, base: Run, asked: Asked, directory: Path) -> list[Job]:
         for entrant in args.optimizers:
             own = _entrant(entrant, base, asked)
             for rate in args.rates:
-                job = own if rate == 1 else _at_rate(own, rate * own.optimizer.lr)
-                folder = f"{job.optimizer.name.replace(':', '.')}-lr{job.optimizer.lr:.3g}-s{seed}"
+                multiple = float(f"{rate * own.optimizer.lr:.3g}")
+                job = own if rate == 1 else _at_rate(own, multiple)
+                folder = f"{job.optimizer.name.replace(':', '.')}-lr{job.optimizer.lr:g}-s{seed}"
                 kept = {**_kept(args), "out": str(directory / folder)}
                 jobs.append(Job(folder, check(job.replace(loop={"seed": seed}, keep=kept))))
     for name, count in Counter(made.name for made in jobs).items():
@@ -117,12 +118,13 @@ def _entrant(text: str, base: Run, asked: Asked) -> Run:
 
 def _kept(args: RaceArgs) -> dict[str, Any]:
     return {
-        name: getattr(args.keep, name) for name in ("tensorboard", "wandb", "save_every", "last")
+        name: getattr(args.keep, name)
+        for name in ("tensorboard", "wandb", "save_every", "last", "resume")
     }
 
 
 def _at_rate(run: Run, lr: float) -> Run:
-    return run.replace(optimizer=settings.at_rate(run.optimizer, float(f"{lr:.3g}")))
+    return run.replace(optimizer=settings.at_rate(run.optimizer, lr))
 
 
 def _check_optimizers(jobs: list[Job]) -> None:

@@ -210,7 +210,7 @@ class Session:
     def _diverge(self, what: str) -> None:
         text = f"{what} at step {self.t.step}: lower the learning rate"
         self.write(
-            {"kind": "end", **self.t.position, "status": "failed", "valid": None, "text": text}
+            {"kind": "end", **self.t.position, "status": "diverged", "valid": None, "text": text}
         )
         with contextlib.suppress(LabError, RuntimeError):  # what is being saved is of before
             self.finish()

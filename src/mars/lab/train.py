@@ -80,7 +80,11 @@ def train(
         if init is not None and world.on_first(lambda: not retention.in_order(kept)):
             world.together(lambda: loading.initialise(training.model, init))
         with _owned(directory, world):
+            # Again: somebody may have had the directory since, and left a run of his own.
+            begun = world.on_first(lambda: _check_directory(run, directory, extend))
             start, refused = _find_start(directory, world)
+            if start is None:
+                world.on_first(lambda: _check_unfinished(directory))
             if start is not None:
                 world.on_first(lambda: _check_data(directory, training.task))
                 world.together(lambda: training.restore(start, verified=True))
@@ -191,6 +195,16 @@ def _ended(run: Run, directory: Path) -> Outcome | None:
         accuracy = last[0].get("accuracy")
         return Outcome("done", last[0]["step"], last[0]["valid"], directory, accuracy)
     return None
+
+
+def _check_unfinished(directory: Path) -> None:
+    """Refuse to begin again what has come to its end: of a search or a study, say."""
+    last = _records(directory)[-1:]
+    if last and last[0].get("status") == "done":
+        raise LabError(
+            f"the run in {directory} is done, and has no checkpoint to go on from: choose another "
+            "--keep.out, or remove it to begin again"
+        )
 
 
 def _check_data(directory: Path, task: Task) -> None:

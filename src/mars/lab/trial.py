@@ -66,7 +66,7 @@ class Watcher:
         if record["kind"] in ("header", "tick"):
             return
         self.place = {name: record[name] for name in POSITION if name in record}
-        if record["kind"] == "end" and record["status"] == "failed":
+        if record["kind"] == "end" and record["status"] == "diverged":
             self.state = "diverged"
         if record["kind"] == "valid" and record["step"] > 0:
             self._validated(record["step"], score(record))
@@ -142,6 +142,6 @@ def _watched(run: Run, watcher: Watcher, order: Order) -> State:
 def _end_log(run: Run, watcher: Watcher) -> None:
     """The last record of a log that nobody is writing to any more."""
     text = f"{watcher.state} at step {watcher.place['step']} of {run.loop.steps}"
-    status = "stopped" if watcher.state == "pruned" else "failed"
+    status = "stopped" if watcher.state == "pruned" else "diverged"
     with RunDirectory(run.directory).lock(), log.Log(Path(run.directory)) as file:
         file.write("end", **watcher.place, status=status, valid=watcher.loss, text=text)

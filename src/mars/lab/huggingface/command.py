@@ -13,6 +13,7 @@ from mars.lab.loading import Loaded, load
 from mars.lab.log import read
 from mars.lab.optimizers import label
 from mars.lab.report import units
+from mars.lab.sealed import read_manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,8 @@ def export_command(args: ExportArgs) -> Path:
         writing.check(Path(args.out), args.overwrite)
     loaded = load(args.run, args.checkpoint)
     assert loaded.checkpoint is not None
-    home = loaded.checkpoint.resolve().parents[1]
+    own = loaded.checkpoint.resolve()
+    home = own if (own / "config.json").is_file() else own.parents[1]  # one of `mars convert`
     out = Path(args.out) if args.out is not None else home.with_name(f"{home.name}-hf")
     writing.write(out, loaded, card(loaded, home), overwrite=args.overwrite)
     unused = loaded.model.config.vocab_size - loaded.words.vocab_size
@@ -54,7 +56,7 @@ def card(loaded: Loaded, home: Path) -> str:
     run, path = loaded.run, loaded.checkpoint
     assert run is not None
     assert path is not None
-    step = int(path.name.split("-")[1].split(".")[0])
+    step = read_manifest(path)["step"]
     count = sum(p.numel() for p in loaded.model.parameters())
     valid = _validation_loss(home, step)
     o = run.optimizer

@@ -90,7 +90,7 @@ LLAMAS: dict[str, tuple[int, int, int, int, int, bool, int]] = {
     "llama-70b": (80, 8192, 1024, 28672, 32000, False, 4096),
 }
 LLAMA_BATCH_TOKENS = 1 << 22
-KNOWN = [*recipes.RECIPES, *GPT3, *LLAMAS]
+KNOWN = [name for name in recipes.RECIPES if name.startswith("gpt")] + [*GPT3, *LLAMAS]
 
 
 def find(name: str) -> Model:

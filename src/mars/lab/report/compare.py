@@ -7,13 +7,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mars.lab.differences import FREE
+from mars.lab.differences import is_free
 from mars.lab.report.runs import RunLog
 
 Setting = tuple[tuple[str, str], ...]  # (facet, value) pairs
 
 # Where configurations of equal optimizers may differ without being different optimizers.
-OWN = ("seed", "lr", "lr_1d", "name", "label")
+OWN = ("loop.seed", "optimizer.lr", "optimizer.lr_1d", "optimizer.name")
 TUNED = ("optimizer", "schedule")  # parts in which one grid of rates must agree
 ELSEWHERE = ("model", "data", "keep")  # parts that are compared otherwise, or say nothing
 
@@ -89,9 +89,10 @@ def labels(runs: Sequence[RunLog]) -> list[str]:
         groups[setting(run), run.label].append(i)
     names = [run.label for run in runs]
     for (_, label), members in groups.items():
-        flat = [flatten(runs[i].header.get("config")) for i in members]
-        keys = dict.fromkeys(key for config in flat for key in config)
-        differ = [k for k in keys if len({str(c.get(k)) for c in flat}) > 1 and not _own(k)]
+        configs = [runs[i].header.get("config") for i in members]
+        flat = [flatten(config) for config in configs]
+        keys = dict.fromkeys(key for config in flat for key in config if not _own(configs[0], key))
+        differ = [k for k in keys if len({str(c.get(k)) for c in flat}) > 1]
         facets = [k for k in differ if k.split(".")[0] in TUNED]
         if len({(runs[i].lr, runs[i].seed) for i in members}) < len(members):  # no grid either
             facets = [k for k in differ if k.split(".")[0] not in ELSEWHERE]
@@ -117,9 +118,9 @@ def flatten(config: object, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _own(key: str) -> bool:
+def _own(config: Any, key: str) -> bool:
     part, _, name = key.partition(".")
-    return name in (FREE.get(part) or ()) or any(word in OWN for word in key.split("."))
+    return key in OWN or is_free(config, part, name)
 
 
 def _sha(part: object) -> str:

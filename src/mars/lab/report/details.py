@@ -49,7 +49,7 @@ def runs_section(summary: Summary) -> Markup:
 def _runs_table(summary: Summary, runs: Sequence[RunLog]) -> Markup:
     """Those that did not finish first."""
     labels = {id(r): e.label for e in summary.entries for r in (*e.runs, *e.others)}
-    order = {"failed": 0, "diverged": 0, "stopped": 1, "unfinished": 1}
+    order = {"diverged": 0, "stopped": 1, "unfinished": 1}
     runs = sorted(runs, key=lambda r: order.get(r.status, 2))
     names = _names(summary.runs)
     images = summary.measure.unit == "images"

@@ -43,8 +43,12 @@ class Sensitivity:
         """Was a lower and a higher rate than the best one tried to its end? None: one rate."""
         if self.best is None or len(self.points) < 2:
             return None
-        tried = [point.lr for point in self.points if point.losses or point.dead]
-        return min(tried) < self.best < max(tried)
+        return self.tried[0] < self.best < self.tried[-1]
+
+    @property
+    def tried(self) -> list[float]:
+        """The rates at which a run came to an end, in rising order."""
+        return [point.lr for point in self.points if point.losses or point.dead]
 
 
 def from_runs(label: str, runs: Sequence[RunLog]) -> Sensitivity:
@@ -55,7 +59,7 @@ def from_runs(label: str, runs: Sequence[RunLog]) -> Sensitivity:
     points = []
     for lr, members in sorted(by_rate.items()):
         losses = {run.seed: run.score for run in members if run.score is not None}
-        dead = sum(run.status in ("failed", "diverged") for run in members)
+        dead = sum(run.status == "diverged" for run in members)
         points.append(RatePoint(lr, losses, dead, len(members) - len(losses) - dead))
     return Sensitivity(label, runs[0].optimizer, tuple(points), best_rate(points))
 

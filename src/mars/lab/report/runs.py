@@ -91,13 +91,13 @@ class RunLog:
 
     @property
     def status(self) -> str:
-        """done, stopped, failed, diverged, or unfinished (running, or killed)."""
+        """done, stopped, diverged, or unfinished (running, or killed)."""
         said = str(self.end.get("status", "")) if self.end else "unfinished"
         if said == "done" and self._loss_at_end() is None and len(self.valid["loss"]):
             return "diverged"
-        if said == "failed" and (_ends_in_nan(self.train) or NOT_FINITE in str(self.end)):
+        if said in ("diverged", "failed"):  # as it was called before
             return "diverged"
-        return said if said in ("done", "stopped", "failed") else "unfinished"
+        return said if said in ("done", "stopped") else "unfinished"
 
     @property
     def final(self) -> float | None:
@@ -311,10 +311,3 @@ def _last(series: Series, name: str, default: float = 0.0) -> float:
     if values is None or not len(values) or math.isnan(values[-1]):
         return default
     return float(values[-1])
-
-
-NOT_FINITE = "not finite"  # as the session says why it ended
-
-
-def _ends_in_nan(series: Series) -> bool:
-    return len(series["loss"]) > 0 and bool(np.isnan(series["loss"][-1]))

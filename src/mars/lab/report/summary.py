@@ -143,7 +143,7 @@ def _entry(label: str, members: Sequence[RunLog], why: str | None) -> tuple[Entr
     lr = curve.best if curve.best is not None else _fallback_rate(kept)
     at = sorted((run for run in kept if run.lr == lr), key=lambda run: run.seed)
     if curve.bracketed is False:
-        edge = "lowest" if lr == curve.points[0].lr else "highest"
+        edge = "lowest" if lr == curve.tried[0] else "highest"
         warnings.append(
             f"{label}: the best rate, {lr:g}, is the {edge} that ended: a better one may lie beyond"
         )

@@ -116,7 +116,7 @@ def go_on(name: str, args: StudyArgs, command: str) -> int:
                 ).go()  # fmt: skip
     if failed is not None:
         failed |= without
-    tell(study, directory)
+    tell(study, directory, args.seeds)
     if failed is None:
         sys.stdout.write("stopped; the same command goes on from here\n")
     for what, text in (failed or {}).items():
@@ -177,6 +177,8 @@ def _check(args: StudyArgs) -> None:
     for other in args.take:
         if not Results(Path(other)).path.exists():
             raise LabError(f"--take: {Results(Path(other)).path} is not there")
+    if args.verdict_only and (args.arms or args.jobs or args.seconds or args.device):
+        raise LabError("--verdict-only runs nothing: it goes with --out, --take and --seeds")
     if args.times and (args.verdict_only or args.take or args.seeds or args.jobs or args.seconds):
         raise LabError("--times goes with --arms, --out, --data, --valid and --device alone")
 
@@ -193,10 +195,10 @@ def _here(study: Study, args: StudyArgs) -> Study:
     return dataclasses.replace(study, overrides={p: f for p, f in changes.items() if f})
 
 
-def tell(study: Study, directory: Path) -> None:
+def tell(study: Study, directory: Path, seeds: int | None = None) -> None:
     """Print the verdict, write it and the report."""
     results = Results(directory).read()
-    found = verdict(study, results, times.read(study, directory, results))
+    found = verdict(study, results, times.read(study, directory, results), seeds)
     sys.stdout.write(terminal(found, fit.room()) + "\n\n")
     written = [directory / "verdict.md"]
     write_atomically(written[0], markdown(found).encode())

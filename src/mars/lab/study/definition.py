@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mars.lab.config import Run, check, to_json
-from mars.lab.differences import FREE
+from mars.lab.differences import is_free
 from mars.lab.errors import LabError
 from mars.lab.recipes.settings import at_rate
 
@@ -32,6 +32,11 @@ class Arm:
     """Fields by part that differ from the base run: {"optimizer": {"gamma": 0.05}}."""
     factor: float = 2.0
     """From one rate of the ladder to the next."""
+
+    @property
+    def folder(self) -> str:
+        """Its label as a part of a file's name."""
+        return "".join(c if c.isalnum() or c in ".-" else "-" for c in self.label)
 
     def rate(self, rung: int) -> float:
         """
@@ -105,8 +110,8 @@ class Study:
 
     def __post_init__(self) -> None:
         labels = [arm.label for arm in self.arms]
-        if len(set(labels)) < len(labels):
-            raise LabError(f"study {self.name}: two arms have the same label")
+        if len({arm.folder for arm in self.arms}) < len(labels):
+            raise LabError(f"study {self.name}: two arms have the same label, or nearly")
         for comparison in self.comparisons:
             for label in comparison.arms:
                 if label not in labels:
@@ -171,10 +176,9 @@ def _shared(run: dict[str, Any], varied: set[tuple[str, str]]) -> dict[str, Any]
     left_out = {("loop", "seed"), ("data", "source"), ("data", "valid"), *varied}
     found = {}
     for part, fields in run.items():
-        free = FREE.get(part, set())
-        if part == "optimizer" or free is None or not isinstance(fields, dict):
+        if part == "optimizer" or not isinstance(fields, dict):
             continue
         for name, value in fields.items():
-            if name not in free and (part, name) not in left_out:
+            if not is_free(run, part, name) and (part, name) not in left_out:
                 found[f"{part}.{name}"] = value
     return found

@@ -44,8 +44,7 @@ class Wanted:
     @property
     def name(self) -> str:
         """Of its directory."""
-        label = "".join(c if c.isalnum() or c in ".-" else "-" for c in self.arm.label)
-        return f"{label}-lr{self.lr:g}-s{self.seed}"
+        return f"{self.arm.folder}-lr{self.lr:g}-s{self.seed}"
 
 
 def wanted(study: Study, results: Sequence[Result], seeds: int | None = None) -> list[Wanted]:

@@ -55,16 +55,23 @@ class Verdict:
 
 
 def verdict(
-    study: Study, results: Sequence[Result], times: Mapping[str, Time] | None = None
+    study: Study,
+    results: Sequence[Result],
+    times: Mapping[str, Time] | None = None,
+    seeds: int | None = None,
 ) -> Verdict:
-    """Judge what there is. ``times``: of steps, as measured apart from the runs."""
+    """Judge what there is.
+
+    ``times``: of steps, as measured apart from the runs. ``seeds``: as many as are wanted, if more
+    than the study's.
+    """
     known = {arm.label for arm in study.arms}
     results = [result for result in results if result.arm in known]
     times = times or _own_times(results)
     found = ladders(study, results)
     rows = tuple(_row(study, found, results, times, arm.label) for arm in study.arms)
     judged = tuple(judge(study, results))
-    return Verdict(study, tuple(results), rows, judged, len(wanted(study, results)))
+    return Verdict(study, tuple(results), rows, judged, len(wanted(study, results, seeds)))
 
 
 def _own_times(results: Sequence[Result]) -> dict[str, Time]:
