@@ -187,6 +187,7 @@ def test_embeddings_known_by_name_are_not_orthogonalised_without_a_word(
     ("option", "value", "message"),
     [
         ("mars_type", "muon", "Invalid mars_type: 'muon'"),
+        ("mars_type", "plain-adamw", "mars_type cannot become 'plain-adamw' in mid-run"),
         ("betas", (1.0, 0.9), "Invalid beta parameter at index 0: 1.0"),
         ("betas_1d", 0.9, "Invalid betas_1d: 0.9"),
         ("eps", None, "Invalid epsilon value: None"),

@@ -518,7 +518,7 @@ def test_dtypes_by_name_or_as_torch_has_them() -> None:
     ("before", "after"),
     [
         ({"mars_type": "mars-m"}, {"mars_type": "mars-adamw"}),
-        ({"mars_type": "mars-lion"}, {"mars_type": "plain-adamw"}),
+        ({"mars_type": "mars-lion"}, {"mars_type": "mars-adamw"}),
         ({"mars_type": "mars-m", "matrix_rule": "flatten"}, {"matrix_rule": "2d"}),
         ({"mars_type": "mars-lion", "optimize_1d": True}, {"optimize_1d": False}),
     ],

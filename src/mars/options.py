@@ -187,6 +187,11 @@ def check_changed(groups: Sequence[Mapping[str, Any]], checked: dict[int, dict[s
         if changed:
             check_values({n: v for n, v in changed.items() if not _has_tensors(v)})
         _check_together(group)
+        if changed.get("mars_type") == "plain-adamw" and "mars_type" in before:
+            raise ValueError(
+                "mars_type cannot become 'plain-adamw' in mid-run, whose rate is lr_1d: gamma=0 "
+                "and clip=None make MARS-AdamW AdamW"
+            )
         before.update({n: dict(v) if type(v) is dict else v for n, v in changed.items()})
 
 
