@@ -154,7 +154,7 @@ def test_a_state_that_cannot_be_saved_is_told_at_once(tmp_path: Path, capsys: Ca
 def test_a_run_that_fails_leaves_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "_records", queue.SimpleQueue())
+    monkeypatch.setattr(workers, "_records", queue.SimpleQueue())
     own = run(tmp_path / "run").replace(optimizer={"name": f"{__name__}:Breaks"})
     told = pool._work(pool.Job("mine", own), "mars race")
     assert told == f"failed: ValueError: boom (all of it: {tmp_path / 'run' / 'error.txt'})"

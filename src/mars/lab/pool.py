@@ -13,14 +13,12 @@ from typing import Any
 
 from mars.lab import workers
 from mars.lab.config import Run
-from mars.lab.errors import Diverged, LabError, unexpected
+from mars.lab.errors import LabError
 from mars.lab.log import read
 from mars.lab.progress import Shown
 from mars.lab.report import units
 
 FAILED = "failed: "
-_records: Any = None  # in a worker: where records go
-_stopped = False  # in a worker: somebody asked it to
 
 
 @dataclass(frozen=True)
@@ -36,39 +34,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _begin(records: Any) -> None:
-    """In a worker."""
-    global _records
-    _records = records
-    workers.begin()
-
-
 def _work(job: Job, command: str) -> str:
-    """In a worker: train; a run that fails is told, and does not stop the others."""
-    from mars.lab.train import train
-
-    global _stopped
-    if _stopped:
-        return "stopped"
-
-    def watch(record: dict[str, Any]) -> None:
-        workers.answer()
-        short = {k: record.get(k) for k in ("kind", "step", "loss", "accuracy", "step_seconds")}
-        _records.put((job.name, short))
-
-    if (before := _diverged_before(job.run)) is not None:
-        return f"diverged: {before}"
-    with workers.at_work(job.run):
-        try:
-            status = train(job.run, command=command, watch=watch).status
-        except Diverged as error:
-            return f"diverged: {error}"
-        except LabError as error:
-            return f"{FAILED}{error}"
-        except Exception as error:  # of an optimizer of somebody's, say: the others go on
-            return f"{FAILED}{unexpected(error, Path(job.run.directory))}"
-    _stopped = status == "stopped"
-    return status
+    """In a worker: how a run ended, and why."""
+    before = _diverged_before(job.run)
+    status, text = (
+        workers.train_one(job.name, job.run, command) if before is None else ("diverged", before)
+    )
+    return f"{status}: {text}" if text else status
 
 
 def _diverged_before(run: Run) -> str | None:
@@ -87,7 +59,7 @@ def run_all(jobs: list[Job], processes: int, command: str) -> dict[str, str] | N
     """
     context = multiprocessing.get_context("spawn")
     records = context.Queue()
-    pool = ProcessPoolExecutor(processes, context, _begin, (records,))
+    pool = ProcessPoolExecutor(processes, context, workers.begin, (records,))
     with workers.terminable(), Board(jobs, processes) as board, workers.guarded(pool):
         futures = {pool.submit(_work, job, command): job for job in jobs}
         seen: set[Any] = set()

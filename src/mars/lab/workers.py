@@ -13,20 +13,27 @@ from collections.abc import Iterator
 from concurrent.futures import Executor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mars.lab.config import Run
-from mars.lab.errors import LabError
+from mars.lab.errors import Diverged, LabError, unexpected
 
 _asked: list[int] = []  # in a worker: signals that came while no run could answer them
 _busy = False  # in a worker: there is a run in progress
 _compiled: object = None  # in a worker: what its last run was compiled for
+_records: Any = None  # in a worker: the queue that records go to
+_stopped = False  # in a worker: somebody asked it to
+
+TOLD = ("kind", "step", "loss", "accuracy", "step_seconds")  # of a record
 
 
-def begin() -> None:
+def begin(records: Any = None) -> None:
     """In a worker: keep a signal until there is a run that can answer it; end with the parent."""
+    global _records
+    _records = records
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, lambda number, frame: _asked.append(number))
@@ -77,6 +84,34 @@ def at_work(run: Run) -> Iterator[None]:
                 text = str(error).splitlines()[0]
                 again = "the same command goes on from here"
                 raise LabError(f"{text}: this process has lost the GPU; {again}") from error
+
+
+def train_one(name: str, run: Run, command: str) -> tuple[str, str]:
+    """In a worker: train; how it ended (done, stopped, diverged, failed), and why.
+
+    A run that fails is told, and does not stop the others.
+    """
+    from mars.lab.train import train
+
+    global _stopped
+    if _stopped:
+        return "stopped", ""
+
+    def watch(record: dict[str, Any]) -> None:
+        answer()
+        _records.put((name, {key: record.get(key) for key in TOLD}))
+
+    with at_work(run):
+        try:
+            status = train(run, command=command, watch=watch).status
+        except Diverged as error:
+            return "diverged", str(error)
+        except LabError as error:
+            return "failed", str(error)
+        except Exception as error:  # of an optimizer of somebody's, say: the others go on
+            return "failed", unexpected(error, Path(run.directory))
+    _stopped = status == "stopped"
+    return status, ""
 
 
 def answer() -> None:

@@ -79,7 +79,7 @@ class Stretch:
             self._tidy(result)
         context = multiprocessing.get_context("spawn")
         records = context.Queue()
-        pool = ProcessPoolExecutor(self.most, context, worker.begin, (records,))
+        pool = ProcessPoolExecutor(self.most, context, workers.begin, (records,))
         with (
             workers.terminable(),
             Display(self.deadline) as self.display,

@@ -7,20 +7,15 @@ import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from mars.lab import workers
 from mars.lab.config import Run
-from mars.lab.errors import Diverged, LabError, unexpected
 from mars.lab.report.runs import RunLog
 from mars.lab.report.runs import read as read_log
 from mars.lab.report.summary import typical
 from mars.lab.study.results import Key, Result
-
-_records: Any = None
-_stopped = False
 
 
 @dataclass(frozen=True)
@@ -43,38 +38,14 @@ class Ended:
     failed: str | None = None
 
 
-def begin(records: Any) -> None:
-    """In a worker, first of all: where records go."""
-    global _records
-    _records = records
-    workers.begin()
-
-
 def attempt(order: Order) -> Ended:
     """Train, or go on training. A run that fails is told, and does not stop the others."""
-    from mars.lab.train import train
-
-    global _stopped
-    if _stopped:
-        return Ended()
-
-    def watch(record: dict[str, Any]) -> None:
-        workers.answer()
-        _records.put((order.name, {k: record.get(k) for k in ("kind", "step", "step_seconds")}))
-
-    began, text = time.monotonic(), ""
+    began = time.monotonic()
     resumed = Path(order.run.directory, "log.jsonl").exists()
-    with workers.at_work(order.run):
-        try:
-            status = train(order.run, command=order.command, watch=watch).status
-        except Diverged as error:
-            status, text = "diverged", str(error)
-        except LabError as error:
-            return Ended(failed=str(error))
-        except Exception as error:  # of an optimizer of somebody's, say: the others go on
-            return Ended(failed=unexpected(error, Path(order.run.directory)))
+    status, text = workers.train_one(order.name, order.run, order.command)
+    if status == "failed":
+        return Ended(failed=text)
     if status == "stopped":
-        _stopped = True
         return Ended()
     log = read_log(Path(order.run.directory) / "log.jsonl")
     wall = None if resumed else time.monotonic() - began
