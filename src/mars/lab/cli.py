@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -104,57 +105,6 @@ def _train(words: list[str]) -> int:
     return 0
 
 
-def _data(words: list[str]) -> int:
-    from mars.lab.arguments import parse
-    from mars.lab.data.command import DataArgs, data_command
-
-    about = (
-        "Turn text into shards of tokens, or images into arrays, with a manifest of checksums; an "
-        "interrupted run goes on."
-    )
-    data_command(parse(DataArgs, words, "mars data", about))
-    return 0
-
-
-def _report(words: list[str]) -> int:
-    from mars.lab.arguments import parse
-    from mars.lab.report.command import ReportArgs, report_command
-
-    about = "Make a self-contained HTML page from the logs of runs or races, and print the table."
-    report_command(parse(ReportArgs, words, "mars report", about))
-    return 0
-
-
-def _sample(words: list[str]) -> int:
-    from mars.lab.arguments import parse
-    from mars.lab.sample import SampleArgs, sample_command
-
-    about = "Continue a text with a trained model."
-    sample_command(parse(SampleArgs, words, "mars sample", about))
-    return 0
-
-
-def _eval(words: list[str]) -> int:
-    from mars.lab.arguments import parse
-    from mars.lab.evaluation.command import EvalArgs, eval_command
-
-    about = (
-        "Score checkpoints on multiple-choice tasks and LAMBADA: from JSONL files with --data, "
-        "else through EleutherAI's lm-eval, which downloads its data."
-    )
-    eval_command(parse(EvalArgs, words, "mars eval", about))
-    return 0
-
-
-def _export(words: list[str]) -> int:
-    from mars.lab.arguments import parse
-    from mars.lab.huggingface.command import ExportArgs, export_command
-
-    about = "Write a checkpoint as a folder for other tools. (To read one, give it to any command.)"
-    export_command(parse(ExportArgs, words, "mars export", about))
-    return 0
-
-
 def _tune(words: list[str]) -> int:
     from mars.lab.tune import tune_command
 
@@ -187,38 +137,42 @@ def _plan(words: list[str]) -> int:
     return 0
 
 
-def _convert(words: list[str]) -> int:
-    from mars.lab.arguments import parse
-    from mars.lab.converting import ConvertArgs, convert_command
+def _of(module: str, name: str, about: str) -> Callable[[list[str]], int]:
+    """A command whose module has NameArgs and name_command; it is imported when it is asked for."""
 
-    about = "A checkpoint in one file to shards, or back. Both can be trained on and sampled from."
-    path = convert_command(parse(ConvertArgs, words, "mars convert", about))
-    sys.stdout.write(f"{path}\n")
-    return 0
+    def command(words: list[str]) -> int:
+        from mars.lab.arguments import parse
 
+        found = import_module(f"mars.lab.{module}")
+        args = parse(getattr(found, f"{name.capitalize()}Args"), words, f"mars {name}", about)
+        getattr(found, f"{name}_command")(args)
+        return 0
 
-def _doctor(words: list[str]) -> int:
-    from mars.lab.arguments import parse
-    from mars.lab.doctor import DoctorArgs, doctor_command
-
-    about = "What is installed, what is the device, which engine steps what, and why."
-    doctor_command(parse(DoctorArgs, words, "mars doctor", about))
-    return 0
+    return command
 
 
+PLAIN = (
+    ("data.command", "data", "Turn text into shards of tokens, or images into arrays, with a "
+     "manifest of checksums; an interrupted run goes on."),
+    ("report.command", "report", "Make a self-contained HTML page from the logs of runs or races, "
+     "and print the table."),
+    ("sample", "sample", "Continue a text with a trained model."),
+    ("evaluation.command", "eval", "Score checkpoints on multiple-choice tasks and LAMBADA: from "
+     "JSONL files with --data, else through EleutherAI's lm-eval, which downloads its data."),
+    ("huggingface.command", "export", "Write a checkpoint as a folder for other tools. (To read "
+     "one, give it to any command.)"),
+    ("converting", "convert", "A checkpoint in one file to shards, or back. Both can be trained "
+     "on and sampled from."),
+    ("doctor", "doctor", "What is installed, what is the device, which engine steps what, and "
+     "why."),
+)  # fmt: skip
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "race": _race,
     "train": _train,
-    "data": _data,
-    "report": _report,
-    "sample": _sample,
-    "eval": _eval,
-    "export": _export,
     "tune": _tune,
     "study": _study,
     "plan": _plan,
-    "convert": _convert,
-    "doctor": _doctor,
+    **{name: _of(module, name, about) for module, name, about in PLAIN},
 }
 
 

@@ -7,6 +7,7 @@ model.safetensors of a sharded run, or shards to read in parts.
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ def convert_command(args: ConvertArgs) -> Path:
             ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+    sys.stdout.write(f"{final}\n")
     return final
 
 

@@ -20,24 +20,17 @@ from torch.nn import functional as F
 
 from mars.lab.dtensors import fill
 from mars.lab.errors import LabError
+from mars.lab.models.flops import Shape
 from mars.lab.models.loss import linear_cross_entropy
 from mars.lab.models.norms import add_norm, plain_add_norm
 from mars.lab.models.products import gelu_mlp, heads, linear
 
 
-class Config(Protocol):
+class Config(Shape, Protocol):
     """What a configuration must have; `mars.lab.config.Model` does."""
 
     @property
-    def n_layer(self) -> int: ...
-    @property
     def n_head(self) -> int: ...
-    @property
-    def n_embd(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
     @property
     def dropout(self) -> float: ...
     @property
