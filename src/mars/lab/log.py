@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from mars.lab.errors import LabError
-from mars.lab.rundir import reason, write_atomically
+from mars.lab.rundir import drop_torn_line, reason, write_atomically
 from mars.lab.sinks import Sink, TensorBoard, WeightsAndBiases
 
 NAME = "log.jsonl"
@@ -61,7 +61,7 @@ class Log:
     def _open(self) -> None:
         try:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            _drop_torn_tail(self._descriptor)
+            drop_torn_line(self._descriptor)
         except OSError as error:
             raise LabError(f"cannot write {self.path}: {reason(error)}") from error
 
@@ -162,20 +162,6 @@ def _encode(record: Mapping[str, Any]) -> bytes:
 def _is_until(record: Mapping[str, Any], step: int) -> bool:
     at = record.get("step", 0)
     return isinstance(at, int) and at <= step
-
-
-def _drop_torn_tail(descriptor: int) -> None:
-    """Cut a file after its last newline, so that the next record begins a line."""
-    size = end = os.fstat(descriptor).st_size
-    while end > 0:
-        begin = max(0, end - 65536)
-        last = os.pread(descriptor, end - begin, begin).rfind(b"\n")
-        if last >= 0:
-            end = begin + last + 1
-            break
-        end = begin
-    if end < size:
-        os.ftruncate(descriptor, end)
 
 
 def _clean(value: Any) -> Any:

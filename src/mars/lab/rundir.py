@@ -77,6 +77,20 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def drop_torn_line(descriptor: int) -> None:
+    """Cut what follows the last newline of a file, so that what is appended begins a line."""
+    size = end = os.fstat(descriptor).st_size
+    while end > 0:
+        begin = max(0, end - 65536)
+        last = os.pread(descriptor, end - begin, begin).rfind(b"\n")
+        if last >= 0:
+            end = begin + last + 1
+            break
+        end = begin
+    if end < size:
+        os.ftruncate(descriptor, end)
+
+
 def write_atomically(path: Path, data: bytes | Callable[[BinaryIO], object]) -> None:
     """Write a file such that, whatever happens, the old or the new one is there as a whole.
 

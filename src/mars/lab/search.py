@@ -13,6 +13,7 @@ from mars.lab.config import Model, Run
 from mars.lab.errors import LabError
 from mars.lab.optimizers import REGISTRY
 from mars.lab.recipes.settings import Recommendation, at_rate
+from mars.lab.rundir import drop_torn_line
 
 if TYPE_CHECKING:
     import optuna
@@ -116,7 +117,7 @@ def repair(directory: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         (directory / "study.lock").unlink()
     with contextlib.suppress(FileNotFoundError), open(directory / "study", "r+b") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
+        drop_torn_line(file.fileno())
 
 
 def open_study(directory: Path, first_pruning: int | None) -> optuna.Study:

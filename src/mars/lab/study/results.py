@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mars.lab.errors import LabError
-from mars.lab.rundir import reason
+from mars.lab.rundir import drop_torn_line, reason
 
 NAME = "results.jsonl"
 FORMAT = 1
@@ -102,17 +102,9 @@ class Results:
         )
         try:
             with open(self.path, "a+b") as file:
-                _drop_torn(file.fileno())
+                drop_torn_line(file.fileno())
                 file.write(text.encode())
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise LabError(f"cannot write {self.path}: {reason(error)}") from error
-
-
-def _drop_torn(descriptor: int) -> None:
-    """Cut what follows the last newline, so that the next result begins a line."""
-    size = os.fstat(descriptor).st_size
-    whole = os.pread(descriptor, size, 0).rfind(b"\n") + 1
-    if whole < size:
-        os.ftruncate(descriptor, whole)
