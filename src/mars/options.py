@@ -144,8 +144,8 @@ def check_known(names: Mapping[str, Any], where: str) -> None:
             continue
         if name == "decoupled_weight_decay":
             raise TypeError(
-                f"{where} is one of a torch.optim.AdamW: MARS.from_adamw(optimizer) takes its "
-                "groups over"
+                f"{where} is one of torch.optim's Adam or AdamW: MARS.from_adamw(optimizer) takes "
+                "over those of an AdamW"
             )
         close = difflib.get_close_matches(str(name), CHECKS, n=1, cutoff=0.7)
         hint = f" Did you mean {close[0]!r}?" if close else ""
