@@ -242,6 +242,21 @@ def test_wrong_numbers_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("size", [5_000, 3_000_000])
+def test_a_file_that_was_edited_in_its_place_is_not_prepared_before(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its size is what it was; a large file is known by pieces of it."""
+    monkeypatch.setattr("mars.lab.data.documents.SAMPLE", 1 << 10)
+    source = tmp_path / "a.txt"
+    source.write_text("word " * (size // 5))
+    prepare(str(source), tmp_path / "out", tokenizer="bytes")
+    prepare(str(source), tmp_path / "out", tokenizer="bytes")
+    source.write_text("sword" + source.read_text()[5:])
+    with pytest.raises(LabError, match=r"the files have changed since .*out was made of them"):
+        prepare(str(source), tmp_path / "out", tokenizer="bytes")
+
+
 def test_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

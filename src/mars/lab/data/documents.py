@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import gzip
+import hashlib
 import io
 import json
 import zlib
@@ -55,6 +56,24 @@ class Documents(Protocol):
         ...
 
 
+CONTENT = "content"  # of settings: what may change while a preparation is not complete
+SAMPLE, PIECES = 1 << 20, 64  # bytes of a piece, and how many of them at the most
+
+
+def _sample(path: Path) -> str:
+    """By which a file that was changed is known: a digest of it, or of pieces of a large one."""
+    digest = hashlib.sha256()
+    size = path.stat().st_size
+    try:
+        with open(path, "rb") as file:
+            for i in range(min(PIECES, -(-size // SAMPLE))):
+                file.seek(i * max(SAMPLE, size // PIECES))
+                digest.update(file.read(SAMPLE))
+    except OSError as error:
+        raise LabError(f"{path} cannot be read: {error.strerror or error}") from error
+    return digest.hexdigest()[:16]
+
+
 class LocalDocuments:
     """The documents of files, in the order given.
 
@@ -70,7 +89,8 @@ class LocalDocuments:
         self._at = [0, 0]
 
     def settings(self) -> dict[str, Any]:
-        return {"files": [[str(file), file.stat().st_size] for file in self.files]}
+        files = [[str(file), file.stat().st_size] for file in self.files]
+        return {"files": files, CONTENT: [_sample(file) for file in self.files]}
 
     def position(self) -> list[int]:
         return list(self._at)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from mars.lab.data.documents import Documents, LocalDocuments, Piece, checked_files
+from mars.lab.data.documents import CONTENT, Documents, LocalDocuments, Piece, checked_files
 from mars.lab.data.hub import NAMED, HubDocuments, dataset_of
 from mars.lab.data.manifest import FILE, SPLITS, Manifest, load_manifest
 from mars.lab.data.tokenizers import tokenizer as tokenizer_of
@@ -216,12 +216,20 @@ def _begin(directory: Path, wanted: Manifest) -> Manifest:
         if manifest.position is None and not manifest.complete:
             manifest = wanted  # nothing was committed
         for name, value in wanted.settings.items():
-            if manifest.settings.get(name) != value:
+            if name == CONTENT and (not manifest.complete or name not in manifest.settings):
+                manifest.settings[name] = value  # a line that kept it from ending may be mended
+            if manifest.settings.get(name) == value:
+                continue
+            if name == CONTENT:
                 raise LabError(
-                    f"{directory} was begun with other settings ({name}: "
-                    f"{_short(manifest.settings.get(name))}, now {_short(value)}): take another "
+                    f"the files have changed since {directory} was made of them: take another "
                     "--out, or delete it"
                 )
+            raise LabError(
+                f"{directory} was begun with other settings ({name}: "
+                f"{_short(manifest.settings.get(name))}, now {_short(value)}): take another "
+                "--out, or delete it"
+            )
         return manifest
     if any(directory.iterdir()):
         raise LabError(f"{directory} is not empty and has no {FILE}: take another --out")
