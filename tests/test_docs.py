@@ -128,6 +128,16 @@ def test_tables_are_those_of_the_results() -> None:
     assert text.count("by bench/readme_tables.py -->") == text.count("<!-- end -->") == 3
 
 
+@pytest.mark.parametrize("study", ["optimizers-50m", "gpt2-small"])
+def test_pictures_of_studies_can_be_drawn_again(study: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs/results" / study, tmp_path / study)
+    (tmp_path / study / "figure.png").unlink()
+    words = [sys.executable, ROOT / "bench" / "study_figure.py", tmp_path / study]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / study / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_sentences_on_the_race_are_those_of_its_logs() -> None:
     from mars.lab.report import load, summarise
 
