@@ -212,6 +212,18 @@ def test_an_option_changed_to_nonsense_later_is_named(
     assert int(optimizer.state[p]["step"]) == 2
 
 
+def test_a_type_that_is_still_the_same_is_no_change() -> None:
+    p, q = weight(), weight()
+    optimizer = MARS([{"params": [p]}, {"params": [q], "mars_type": "plain-adamw"}])
+    p.grad, q.grad = torch.ones(3, 2), torch.ones(3, 2)
+    optimizer.step()
+    optimizer.param_groups[1]["mars_type"] = "-".join(["plain", "adamw"])  # as JSON gives it
+    optimizer.step()
+    del optimizer.param_groups[0]
+    optimizer.step()
+    assert int(optimizer.state[q]["step"]) == 3
+
+
 def test_a_dict_changed_in_its_place_is_looked_at_again() -> None:
     p = weight()
     optimizer = MARS([p], state_dtype={"exp_avg": "bfloat16"})

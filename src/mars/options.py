@@ -177,6 +177,8 @@ def check_changed(groups: Sequence[Mapping[str, Any]], checked: dict[int, dict[s
     Tensors are not read, which would wait for the device.
     """
     unknown = object()
+    if len(checked) > len(groups):  # one was taken out, and the others have other numbers
+        checked.clear()
     for i, group in enumerate(groups):
         before = checked.setdefault(i, {})
         changed = {
@@ -187,7 +189,8 @@ def check_changed(groups: Sequence[Mapping[str, Any]], checked: dict[int, dict[s
         if changed:
             check_values({n: v for n, v in changed.items() if not _has_tensors(v)})
         _check_together(group)
-        if changed.get("mars_type") == "plain-adamw" and "mars_type" in before:
+        now = changed.get("mars_type", "")
+        if now == "plain-adamw" != before.get("mars_type", now):
             raise ValueError(
                 "mars_type cannot become 'plain-adamw' in mid-run, whose rate is lr_1d: gamma=0 "
                 "and clip=None make MARS-AdamW AdamW"

@@ -252,7 +252,8 @@ def test_a_file_that_was_edited_in_its_place_is_not_prepared_before(
     source.write_text("word " * (size // 5))
     prepare(str(source), tmp_path / "out", tokenizer="bytes")
     prepare(str(source), tmp_path / "out", tokenizer="bytes")
-    source.write_text("sword" + source.read_text()[5:])
+    text = source.read_text()
+    source.write_text(f"{text[: size // 2]}sword{text[size // 2 + 5 :]}")
     with pytest.raises(LabError, match=r"the files have changed since .*out was made of them"):
         prepare(str(source), tmp_path / "out", tokenizer="bytes")
 

@@ -18,7 +18,7 @@ from miniature import run
 from mars.lab import arguments, pool, race, workers
 from mars.lab.cli import main
 from mars.lab.config import Run, to_json
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, unexpected
 from mars.lab.log import read
 from mars.lab.race import RaceArgs, origins, plan
 from mars.lab.report import load, summarise
@@ -159,6 +159,11 @@ def test_a_run_that_fails_leaves_its_traceback(
     told = pool._work(pool.Job("mine", own), "mars race")
     assert told == f"failed: ValueError: boom (all of it: {tmp_path / 'run' / 'error.txt'})"
     assert "in step" in (tmp_path / "run" / "error.txt").read_text()
+
+
+def test_a_traceback_that_cannot_be_kept_is_one_line_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert unexpected(ValueError("boom\nmore"), tmp_path / "file" / "run") == "ValueError: boom"
 
 
 def test_so_does_one_that_is_trained_alone(tmp_path: Path, capsys: Capture) -> None:
@@ -373,3 +378,5 @@ def test_a_run_that_diverges_does_not_stop_the_race(tmp_path: Path, capsys: Capt
     main(words)  # a result, too, that takes no time a second time
     assert "diverged: the" in capsys.readouterr().err
     assert dead.read_bytes() == before
+    main([*words, "--loop.skip-nan"])  # another run: it may end otherwise
+    assert dead.read_bytes() != before

@@ -37,7 +37,10 @@ def _differences(
     # The schedule last: its warm-up follows the steps, which are what was asked for.
     for part, fields in sorted(new.items(), key=lambda item: item[0] == "schedule"):
         before = old.get(part)
-        if not isinstance(fields, dict) or not isinstance(before, dict):
+        if not isinstance(fields, dict):
+            continue
+        if not isinstance(before, dict):
+            yield part, before, fields
             continue
         # Another kind of model has other fields: the first that is not the same is told.
         for name in {**fields, **before}:

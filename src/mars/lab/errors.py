@@ -20,13 +20,16 @@ class Elsewhere(LabError):
 
 def unexpected(error: Exception, directory: Path) -> str:
     """A line on what nobody foresaw, an optimizer of the user's that raises, say; all of it is
-    written to the run's directory.
+    written to the run's directory, if that can be.
     """
     trace = directory / "error.txt"
-    directory.mkdir(parents=True, exist_ok=True)
-    trace.write_text("".join(traceback.format_exception(error)))
-    first = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first} (all of it: {trace})"
+    line = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        trace.write_text("".join(traceback.format_exception(error)))
+    except OSError:
+        return line
+    return f"{line} (all of it: {trace})"
 
 
 def not_utf8(path: Path, error: UnicodeDecodeError) -> str:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mars.lab import workers
-from mars.lab.config import Run
+from mars.lab import tasks, workers
+from mars.lab.config import Run, read_config
 from mars.lab.errors import LabError
 from mars.lab.log import read
 from mars.lab.progress import Shown
@@ -44,12 +44,16 @@ def _work(job: Job, command: str) -> str:
 
 
 def _diverged_before(run: Run) -> str | None:
-    """Why the run that is there diverged, if it did: it would again."""
+    """Why the very run that is there diverged, if it did: it would again."""
+    directory = Path(run.directory)
     try:
-        last = read(Path(run.directory))[-1:]
-    except LabError:
+        last = read(directory)[-1]
+        same = read_config(directory / "config.json").loop == tasks.with_steps(run).loop
+    except (LabError, IndexError):
         return None
-    return str(last[0].get("text")) if last and last[0].get("status") == "diverged" else None
+    if last.get("status") != "diverged" or not (same and run.keep.resume):
+        return None
+    return str(last.get("text"))
 
 
 def run_all(jobs: list[Job], processes: int, command: str) -> dict[str, str] | None:

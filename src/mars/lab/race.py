@@ -78,7 +78,7 @@ def plan(args: RaceArgs, base: Run, asked: Asked, directory: Path) -> list[Job]:
             for rate in args.rates:
                 multiple = float(f"{rate * own.optimizer.lr:.3g}")
                 job = own if rate == 1 else _at_rate(own, multiple)
-                folder = f"{job.optimizer.name.replace(':', '.')}-lr{job.optimizer.lr:g}-s{seed}"
+                folder = f"{job.optimizer.name.replace(':', '.')}-lr{job.optimizer.lr:.12g}-s{seed}"
                 kept = {**_kept(args), "out": str(directory / folder)}
                 jobs.append(Job(folder, check(job.replace(loop={"seed": seed}, keep=kept))))
     for name, count in Counter(made.name for made in jobs).items():

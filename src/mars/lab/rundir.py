@@ -127,9 +127,6 @@ class RunDirectory:
 
     def __init__(self, path: str | os.PathLike[str], own: str | None = None) -> None:
         self.path = Path(path)
-        for other, what in HOLDS.items() if own is not None else ():
-            if other != own and (self.path / other).exists():
-                raise LabError(f"{self.path} holds {what} ({other}): choose another directory")
         probe = temporary_name(self.path / "probe")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -144,6 +141,9 @@ class RunDirectory:
             raise LabError(
                 f"cannot write in run directory {self.path}: {reason(error)}; choose another one"
             ) from error
+        for other, what in HOLDS.items() if own is not None else ():
+            if other != own and (self.path / other).exists():
+                raise LabError(f"{self.path} holds {what} ({other}): choose another directory")
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:

@@ -61,7 +61,11 @@ SAMPLE, PIECES = 1 << 20, 64  # bytes of a piece, and how many of them at the mo
 
 
 def _sample(path: Path) -> str:
-    """By which a file that was changed is known: a digest of it, or of pieces of a large one."""
+    """By which a file that was changed is known: a digest of it, or, above 64 MiB, of pieces of it.
+
+    (To read all of a corpus again would take minutes; an edit between pieces that keeps the size
+    is not seen.)
+    """
     digest = hashlib.sha256()
     size = path.stat().st_size
     try:

@@ -215,6 +215,7 @@ def _begin(directory: Path, wanted: Manifest) -> Manifest:
         manifest = load_manifest(directory)
         if manifest.position is None and not manifest.complete:
             manifest = wanted  # nothing was committed
+        adopted = manifest.complete and CONTENT not in manifest.settings  # of an older version
         for name, value in wanted.settings.items():
             if name == CONTENT and (not manifest.complete or name not in manifest.settings):
                 manifest.settings[name] = value  # a line that kept it from ending may be mended
@@ -230,6 +231,8 @@ def _begin(directory: Path, wanted: Manifest) -> Manifest:
                 f"{_short(manifest.settings.get(name))}, now {_short(value)}): take another "
                 "--out, or delete it"
             )
+        if adopted:
+            manifest.save(directory)
         return manifest
     if any(directory.iterdir()):
         raise LabError(f"{directory} is not empty and has no {FILE}: take another --out")

@@ -120,7 +120,7 @@ def flatten(config: object, prefix: str = "") -> dict[str, Any]:
 
 def _own(config: Any, key: str) -> bool:
     part, _, name = key.partition(".")
-    return key in OWN or is_free(config, part, name)
+    return key in OWN or is_free(config if isinstance(config, dict) else {}, part, name)
 
 
 def _sha(part: object) -> str:
