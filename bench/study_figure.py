@@ -18,7 +18,7 @@ from mars.lab.study import questions
 from mars.lab.study.choice import Ladder, ladders
 from mars.lab.study.results import Result, Results
 
-# Families by hue, MARS the stronger of each.
+# Families by hue, MARS the stronger of each. Other arms have matplotlib's colours.
 COLORS = {
     "AdamW": "#444444",
     "MARS-AdamW (.9, .95)": "#d9822b",
@@ -35,9 +35,10 @@ COLORS = {
 SKIPPED = 0.25  # of the tokens: before that, curves fall too fast to tell them apart
 
 
-def by_tokens(axes: Any, label: str, results: Sequence[Result], best: float) -> None:
+def by_tokens(axes: Any, ladder: Ladder, results: Sequence[Result], color: str) -> None:
     """The mean curve over seeds at the best rate."""
-    own = [r for r in results if r.arm == label and r.lr == best and r.status == "done"]
+    label = ladder.arm.label
+    own = [r for r in results if r.arm == label and r.lr == ladder.best and r.status == "done"]
     rows = zip(*(r.curve["loss"] for r in own), strict=True)
     points = [
         (tokens, fmean(losses))
@@ -45,17 +46,16 @@ def by_tokens(axes: Any, label: str, results: Sequence[Result], best: float) -> 
         if tokens >= SKIPPED * own[0].tokens
     ]
     xs, ys = zip(*points, strict=True)
-    axes.plot([x / 1e6 for x in xs], ys, color=COLORS[label], label=label)
+    axes.plot([x / 1e6 for x in xs], ys, color=color)
     axes.annotate(
-        f" {label} {ys[-1]:.3f}", (xs[-1] / 1e6, ys[-1]), color=COLORS[label], va="center",
-        fontsize=8, annotation_clip=False,
+        f" {label} {ys[-1]:.3f}", (xs[-1] / 1e6, ys[-1]), color=color, va="center", fontsize=8,
+        annotation_clip=False,
     )  # fmt: skip
 
 
-def by_rate(axes: Any, ladder: Ladder) -> None:
+def by_rate(axes: Any, ladder: Ladder, color: str) -> None:
     """Every run, and the mean of seeds."""
     rates = sorted(lr for lr, own in ladder.losses.items() if max(own.values()) < float("inf"))
-    color = COLORS[ladder.arm.label]
     axes.plot(rates, [fmean(ladder.losses[lr].values()) for lr in rates], color=color, lw=1)
     for lr in rates:
         losses = list(ladder.losses[lr].values())
@@ -79,15 +79,15 @@ def draw(directory: Path) -> Path:
     from matplotlib import pyplot as plt
 
     study, results = questions.find(directory.name), Results(directory).read()
-    found = {label: own for label, own in ladders(study, results).items() if own.best is not None}
-    searched = any(len(own.losses) > 1 for own in found.values())
+    found = [own for own in ladders(study, results).values() if own.best is not None]
+    colors = [COLORS.get(own.arm.label, f"C{i % 10}") for i, own in enumerate(found)]
+    searched = any(len(own.losses) > 1 for own in found)
     figure, panels = plt.subplots(
         1, 1 + searched, figsize=(11 if searched else 8, 4.4), squeeze=False, layout="constrained"
     )
     first = panels[0][0]
-    for label, own in found.items():
-        assert own.best is not None
-        by_tokens(first, label, results, own.best)
+    for own, color in zip(found, colors, strict=True):
+        by_tokens(first, own, results, color)
     spread_labels(first)
     first.set_xlabel("million tokens")
     first.set_ylabel("validation loss")
@@ -97,14 +97,14 @@ def draw(directory: Path) -> Path:
         panel.spines[["top", "right"]].set_visible(False)
     if searched:
         second = panels[0][1]
-        for own in found.values():
-            by_rate(second, own)
+        for own, color in zip(found, colors, strict=True):
+            by_rate(second, own, color)
         second.set_xscale("log")
         ticks = [10**e for e in range(-5, 0)]
         second.set_xticks(ticks, [units.rate(t) for t in ticks])
         second.set_xlim(
-            min(min(own.losses) for own in found.values()) / 1.5,
-            max(max(own.losses) for own in found.values()) * 1.5,
+            min(min(own.losses) for own in found) / 1.5,
+            max(max(own.losses) for own in found) * 1.5,
         )
         second.minorticks_off()
         second.set_xlabel("learning rate")

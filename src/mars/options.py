@@ -189,8 +189,8 @@ def check_changed(groups: Sequence[Mapping[str, Any]], checked: dict[int, dict[s
         if changed:
             check_values({n: v for n, v in changed.items() if not _has_tensors(v)})
         _check_together(group)
-        now = changed.get("mars_type", "")
-        if now == "plain-adamw" != before.get("mars_type", now):
+        became = changed.get("mars_type")
+        if became == "plain-adamw" and before.get("mars_type", became) != became:
             raise ValueError(
                 "mars_type cannot become 'plain-adamw' in mid-run, whose rate is lr_1d: gamma=0 "
                 "and clip=None make MARS-AdamW AdamW"

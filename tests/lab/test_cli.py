@@ -68,6 +68,8 @@ def test_a_recipes_help_groups_and_explains_all_fields(capsys: Capture) -> None:
         (["train", "."], "holds no run"),
         (["plan", "--gpus", "8", "llama-13b"], "(MODEL is the first word)"),
         (["race", "gpt-tiny", "--optimizers", "adamw@"], "'adamw@' is no NAME@RATE"),
+        (["train", "gpt-tiny", "--keep.out", "x" * 300], "xxx: the name is too long"),
+        (["train", "x" * 300], "xxx: the name is too long"),
         (["train", "gpt-tinny"], "unknown recipe 'gpt-tinny': did you mean gpt-tiny?"),
         (["train", "gpt2"], "unknown recipe 'gpt2': did you mean gpt2-small, gpt2-small-fineweb"),
         (["race", "--optimizers", "adamw,mars-m"], "separate names by spaces"),

@@ -216,11 +216,13 @@ def main(words: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            sys.stderr.write(f"mars: error: {str(error.filename)[:40]}…: the name is too long\n")
-            return 1
         if error.errno != errno.ENOSPC:
-            raise
+            if error.filename is None:
+                raise
+            from mars.lab.rundir import reason
+
+            sys.stderr.write(f"mars: error: {error.filename!s:.200}: {reason(error)}\n")
+            return 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.stderr.write(f"mars: error: the disk is full ({error.filename or 'standard output'})\n")
         return 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 # None of it changes what is computed, but for rounding. Of keep, nothing does.
@@ -28,27 +28,18 @@ def first_difference(
 
     ``strict`` are fields of the loop that are not free here.
     """
-    return next(_differences(old, new, strict), None)
-
-
-def _differences(
-    old: Mapping[str, Any], new: Mapping[str, Any], strict: Collection[str]
-) -> Iterator[tuple[str, Any, Any]]:
     # The schedule last: its warm-up follows the steps, which are what was asked for.
     for part, fields in sorted(new.items(), key=lambda item: item[0] == "schedule"):
         before = old.get(part)
         if not isinstance(fields, dict):
             continue
         if not isinstance(before, dict):
-            yield part, before, fields
-            continue
-        # Another kind of model has other fields: the first that is not the same is told.
-        for name in {**fields, **before}:
-            if name not in strict and is_free(new, part, name):
-                continue
-            was, is_ = before.get(name), fields.get(name)
-            if _plain(was) != _plain(is_):
-                yield f"{part}.{name}", was, is_
+            return part, before, fields
+        for name in {**fields, **before}:  # another kind of model has other fields
+            free = name not in strict and is_free(new, part, name)
+            if not free and _plain(before.get(name)) != _plain(fields.get(name)):
+                return f"{part}.{name}", before.get(name), fields.get(name)
+    return None
 
 
 def _plain(value: Any) -> Any:

@@ -29,6 +29,7 @@ _REASONS = {
     errno.EACCES: "no permission to write there",
     errno.EPERM: "no permission to write there",
     errno.EEXIST: "a file of that name is in the way",
+    errno.ENAMETOOLONG: "the name is too long",
     errno.ENOTDIR: "a part of the path is a file, not a directory",
 }
 
