@@ -464,6 +464,7 @@ def cost() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "optimizers-50m": lambda: arms("optimizers-50m"),
+    "correction-50m": lambda: arms("correction-50m"),
     "clip-50m": lambda: arms("clip-50m"),
     "clip-50m-adamw": lambda: to_adamw("clip-50m", "optimizers-50m"),
     "gpt-50m-rates": lambda: every_rate(race("gpt-50m")),

@@ -31,7 +31,13 @@ COLORS = {
     "SOAP": "#9467bd",
     "Lion": "#d3a4a4",
     "MARS-Lion": "#b03a3a",
-}
+    "γ = 0": "#444444",
+    "γ = 0.0125": "#f3c98b", "γ = 0.0125, exact": "#a9c8e8",
+    "γ = 0.025": "#e8a04c", "γ = 0.025, exact": "#6fa3d8",
+    "γ = 0.05": "#d0741a", "γ = 0.05, exact": "#3577bd",
+    "γ = 0.1": "#9c4a06", "γ = 0.1, exact": "#174a80",
+}  # fmt: skip
+FEW = 6  # rates that have room for their names
 SKIPPED = 0.25  # of the tokens: before that, curves fall too fast to tell them apart
 
 
@@ -100,12 +106,10 @@ def draw(directory: Path) -> Path:
         for own, color in zip(found, colors, strict=True):
             by_rate(second, own, color)
         second.set_xscale("log")
-        ticks = [10**e for e in range(-5, 0)]
+        tried = sorted({lr for own in found for lr in own.losses})
+        ticks = tried if len(tried) <= FEW else [10**e for e in range(-5, 0)]
         second.set_xticks(ticks, [units.rate(t) for t in ticks])
-        second.set_xlim(
-            min(min(own.losses) for own in found) / 1.5,
-            max(max(own.losses) for own in found) * 1.5,
-        )
+        second.set_xlim(tried[0] / 1.5, tried[-1] * 1.5)
         second.minorticks_off()
         second.set_xlabel("learning rate")
         second.set_title("every run, over the rates tried", fontsize=10)

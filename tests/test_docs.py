@@ -12,6 +12,7 @@ import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -224,6 +225,58 @@ def test_sentences_on_the_clip_are_those_of_its_runs() -> None:
     corrected = lost("tensor, corrected", "global, corrected", "none, corrected")
     results = " ".join((ROOT / "docs/results.md").read_text().split())
     assert f"at twice the best rate it loses {raw}, the corrected one {corrected}" in results
+
+
+def test_sentences_on_the_correction_are_those_of_its_runs() -> None:
+    from mars.lab.study.choice import ladders
+    from mars.lab.study.questions import find
+    from mars.lab.study.results import Results
+
+    results = Results(ROOT / "docs/results/correction-50m").read()
+    found = ladders(find("correction-50m"), results)
+
+    def final(arm: str) -> float:
+        return fmean(found[arm].losses[found[arm].best].values())
+
+    def correlation(arm: str, gamma: float) -> str:
+        own = [r for r in results if r.arm == arm and r.lr == found[arm].best]
+        ratio, kappa = fmean(r.variance_ratio for r in own), gamma * 0.95 / 0.05
+        rho = 1 - (ratio - 1) / (2 * kappa * (1 + kappa))
+        return f"{rho:.2f}".replace("-", "−")
+
+    verdict = (ROOT / "docs/results/correction-50m/verdict.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")] for line in verdict.splitlines()]
+    told = (row for row in rows if len(row) > 7 and row[7].endswith("%"))
+    tokens = {row[1]: int(row[7].removesuffix("%")) for row in told}
+    gammas = (0.0125, 0.025, 0.05, 0.1)
+    plain, approximate = "γ = 0", [f"γ = {gamma:g}" for gamma in gammas]
+    exact = [f"{arm}, exact" for arm in approximate]
+    page = " ".join((ROOT / "docs/results.md").read_text().split())
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    choosing = " ".join((ROOT / "docs/choosing.md").read_text().split())
+    below = {arm: final(plain) - final(arm) for arm in (*approximate, *exact)}
+    default, best = "γ = 0.025", min(approximate, key=final)
+    assert f"the approximate ones is {best}, {below[best]:.3f} below γ = 0;" in page
+    assert f"the default has {below[default]:.3f}, at the same rate" in page
+    steeper = [found[arm].losses[0.002][0] - found[arm].losses[0.001][0] for arm in found]
+    assert f"γ = 0 loses {steeper[0]:.2f}, the default 0.04, and γ = 0.05 and 0.1 gain" in page
+    more = [final(a) - final(e) for a, e in zip(approximate, exact, strict=True)]
+    assert f"by {more[0]:.3f} (γ = 0.0125) to {more[-1]:.3f} (γ = 0.1) below" in page
+    assert (more[0], more[-1]) == (min(more), max(more))
+    few, many = ([tokens[arm] for arm in arms] for arms in (exact, approximate))
+    assert (
+        f"{min(few)} to {max(few)} % of the tokens, so {2 * min(few)} to {2 * max(few)} %" in page
+    )
+    assert f"approximate mode {min(many)} to {max(many)} % of either" in page
+    for arms in (approximate, exact):
+        rho = [correlation(arm, gamma) for arm, gamma in zip(arms, gammas, strict=True)]
+        assert f"{', '.join(rho[:3])} and {rho[3]}" in page
+    both = f"{below[default]:.3f} below γ = 0 and with exact mode {below[default + ', exact']:.3f}"
+    assert both in readme
+    times = f"{tokens[default] / 100:.2f} and {2 * tokens[default + ', exact'] / 100:.2f} times"
+    assert times in readme
+    lower = [final(default) - final(arm) for arm in ("γ = 0.05", "γ = 0.1")]
+    assert f"was {lower[0]:.3f} below the default and γ = 0.1 {lower[1]:.3f} (three" in choosing
 
 
 def test_sentences_on_gpt2_small_are_those_of_its_runs() -> None:
