@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from choice import choose
 from mars import MARS
 from mars.rule import KINDS
 from mars.rule.estimator import kappa
@@ -458,6 +459,27 @@ def test_own_state_loads_whatever_was_switched_on_before_it_was_saved(
         x.grad = torch.randn(4, 3)
         one.step()
     assert_same(optimizer.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("engine", ["reference", "foreach", "cpu", "fused"])
+def test_notes_in_the_state_of_a_parameter_are_kept_and_change_nothing(engine: str) -> None:
+    notes = {"text": "mine", "count": 3, "mask": torch.ones(2), "history": [torch.ones(1)]}
+    ends = []
+    for own in ({}, notes):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = MARS(model.parameters(), **choose(engine))
+        for step in range(4):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 0.1 * (step + 1))
+            optimizer.step()
+            optimizer.state[model.weight].update(own)
+        loaded = MARS(model.parameters(), **choose(engine))
+        loaded.load_state_dict(optimizer.state_dict())
+        assert loaded.state[model.weight].keys() >= own.keys()
+        loaded.step()
+        ends.append(model.weight.detach())
+    assert torch.equal(*ends)
 
 
 def test_counts_on_the_device_are_loaded_there() -> None:

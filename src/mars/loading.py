@@ -15,7 +15,7 @@ from torch import Tensor
 from mars.options import as_float, check_values
 from mars.rule.formats import GROUP
 from mars.sharding import is_sharded
-from mars.state import EXPONENT, LATER, LOW_HALF, buffers, kind_of, new_buffer
+from mars.state import EXPONENT, LATER, LOW_HALF, SHAPED, buffers, kind_of, new_buffer
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
@@ -230,7 +230,7 @@ def _check_buffers(who: str, p: Tensor, saved: Mapping[str, Any], group: Mapping
                 f"state of {who}: {name} is a plain tensor, and the parameter a DTensor. Load by "
                 "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which shards it"
             )
-        elif isinstance(value, Tensor) and value.shape != p.shape:
+        elif name in SHAPED and isinstance(value, Tensor) and value.shape != p.shape:
             raise ValueError(
                 f"state of {who}: {name} has shape {tuple(value.shape)}, the parameter "
                 f"{tuple(p.shape)}. The state belongs to another model, or parameters were "

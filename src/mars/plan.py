@@ -66,8 +66,7 @@ class Plan:
         self.complete = len(self.params) + len(self.idle) == len(self.everyone)
         self.states = list(optimizer.state.values())
         self.own = [optimizer.state[p] for p in self.params]
-        self.buffers = self._buffers()
-        self.addresses = list(map(Tensor.data_ptr, self.params + self.buffers))
+        self._note_buffers()
         self.shapes = list(map(_shape, self.params))
         self.versions: list[int] | None = None  # of last gradients, once their norms are known
         # In exact mode h is not the gradient of the step before.
@@ -80,8 +79,14 @@ class Plan:
             parts = [group] if len(forms(group)) == 1 else [[b] for b in group]
             self.launches += [(Launch(part, optimizer._grad_norm), part) for part in parts]
 
-    def _buffers(self) -> list[Tensor]:
+    def _buffers(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self.own)))
+
+    def _note_buffers(self) -> None:
+        """What the state holds, and where; people may keep notes there that are no tensors."""
+        self.buffers = self._buffers()
+        self.placed = self.params + [held for held in self.buffers if isinstance(held, Tensor)]
+        self.addresses = list(map(Tensor.data_ptr, self.placed))
 
     def renew(self, optimizer: MARS) -> bool:
         """Take this step's gradients and numbers. False if anything else has changed."""
@@ -92,7 +97,7 @@ class Plan:
             or not _same(optimizer._all(), self.everyone)
             or not _same(list(optimizer.state.values()), self.states)
             or not _same(self._buffers(), self.buffers)
-            or list(map(Tensor.data_ptr, self.params + self.buffers)) != self.addresses
+            or list(map(Tensor.data_ptr, self.placed)) != self.addresses
             or list(map(_shape, self.params)) != self.shapes
             or not all(map(_dense, self.params))
             or not all(map(partial(is_not, None), gradients))
@@ -154,6 +159,5 @@ class Plan:
                 own = self.own[first : first + len(batch.x)]
                 batch.h = [buffers["last_grad"] for buffers in own]
             first += len(batch.x)
-        self.buffers = self._buffers()
-        self.addresses = list(map(Tensor.data_ptr, self.params + self.buffers))
+        self._note_buffers()
         self.versions = [version for b in self.batches for version in map(_version, b.h)]

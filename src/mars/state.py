@@ -29,6 +29,9 @@ LATER = {"last_grad", EXPONENT["last_grad"], "max_exp_avg_sq"}
 # The buffers of a row of a batch, after (x, g, t) and before the low half; see engines.COLUMNS.
 ROW = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad", *EXPONENT.values())
 
+# The tensors of a parameter's state that have its shape. What else is there is not ours.
+SHAPED = {*LEAN_BUFFERS, *LOW_HALF.values(), "max_exp_avg_sq", "previous_grad", "last_param"}
+
 
 def kind_of(p: Tensor, group: Mapping[str, Any]) -> str:
     """The rule that trains this tensor of this group.
@@ -190,7 +193,7 @@ def _drop_last_grad(own: dict[str, Any], kind: str, group: Mapping[str, Any]) ->
 def straighten(own: dict[str, Any], p: Tensor) -> None:
     """Lay the state out as kernels read it: dense in order, steps counted beside it in float32."""
     for name, value in own.items():
-        if not value.is_contiguous():
+        if isinstance(value, Tensor) and not value.is_contiguous():  # else a note of somebody's
             own[name] = value.contiguous()
     own["step"] = own["step"].to(p.device, torch.float32)
 
