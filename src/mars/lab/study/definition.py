@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,8 +36,12 @@ class Arm:
 
     @property
     def folder(self) -> str:
-        """Its label as a part of a file's name."""
-        return "".join(c if c.isalnum() or c in ".-" else "-" for c in self.label)
+        """Its label as a part of a file's name.
+
+        >>> Arm(label="γ = 0.1, exact", optimizer="mars-adamw", lr=0.003).folder
+        'γ-0.1-exact'
+        """
+        return re.sub(r"[^\w.]+", "-", self.label).strip("-")
 
     def rate(self, rung: int) -> float:
         """
