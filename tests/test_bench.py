@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from mars import MARS
+from mars.bench import rows
 from mars.bench.candidates import Candidate, candidates
 from mars.bench.cli import main
-from mars.bench.measure import Run, Tensors, measure
+from mars.bench.measure import Measured, Run, Tensors, measure
 from mars.bench.report import table
 from mars.bench.rows import Row, Settings, rows_of, selected
 from mars.bench.shapes import PARAMETER_SETS, Shape, gpt
@@ -69,10 +70,24 @@ def test_ratios_are_to_adamw_on_the_same_parameters(out: Path) -> None:
         assert base["ratio"] == 1.0
         for row in rows.values():
             if row["parameters"] == "toy" and row["on"] == on and row["skipped"] is None:
-                assert row["ratio"] == pytest.approx(row["ms"] / base["ms"])
+                assert row["ratio"] == pytest.approx(row["ms"] / row["beside_ms"])
     assert rows["toy", "mars-m foreach"]["on"] == "hidden"
     assert rows["toy", "mars-adamw foreach"]["on"] == "all"
     assert rows["vectors", "mars-m foreach"]["skipped"] == "no hidden matrices here"
+
+
+def test_a_machine_that_grows_slower_does_not_change_the_ratios(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each timing takes 1 ms more than the one before: half way between two of AdamW's is fair."""
+    ms = iter(range(1, 99))
+    fake = Measured(0.0, 0.0, None, state=8.0, floor=28.0, extra=None)
+    monkeypatch.setattr(rows, "measure", lambda *_: fake._replace(ms=float(next(ms))))
+    chosen = [Candidate(name, torch.optim.SGD) for name in ("base", "one", "two", "three")]
+    found = list(rows_of("toy", chosen, Settings(CPU, torch.float32, 2, 0.1, 1e9)))
+    assert [row.ms for row in found] == [1, 2, 4, 6]
+    assert [row.beside_ms for row in found] == [1, 2, 4, 6]
+    assert [row.ratio for row in found] == [1, 1, 1, 1]
 
 
 def test_the_picture_is_not_blank(out: Path) -> None:

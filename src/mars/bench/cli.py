@@ -8,7 +8,8 @@
 
 Only shapes matter, so parameters and gradients are random. Two sets of gradients alternate, so that
 no cache helps. Each step is timed from an idle device to an idle device, and on a GPU also in a
-queue. Muon, MARS-M and MARS-Shampoo are timed on the hidden matrices, which they are for, against
+queue. AdamW is timed again after each of the others, and their ratios are to its times before and
+after. Muon, MARS-M and MARS-Shampoo are timed on the hidden matrices, which they are for, against
 AdamW on the same. What fails, or is not installed, is a row that says why.
 """
 

@@ -142,7 +142,7 @@ def _footnotes(rows: Sequence[Row], shapes: Sequence[Shape], settings: Settings)
     base = " and ".join(first[on].name for on in ("all", "hidden") if on in first and first[on].ms)
     notes = [
         f"ms/step: median of {settings.repeat}, from idle to idle. ratio: to the first row "
-        f"of the same parameters ({base or 'which failed'}).",
+        f"of the same parameters ({base or 'which failed'}), timed again before and after each.",
         "state: bytes a parameter. floor: bytes a parameter that the step has to move (read g, "
         "read and write x and "
         f"each buffer). GB/s: floor by {timed}. of copy: of the {settings.copy / 1e9:.0f} GB/s "

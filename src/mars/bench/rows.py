@@ -25,14 +25,24 @@ class Row:
     skipped: str | None = None
     ms: float | None = None
     spread: float | None = None  # of ms: what the middle half of the steps differs by, as a share
-    ratio: float | None = None  # to the baseline on the same parameters
+    beside_ms: float | None = None  # of the baseline on the same parameters, before and after it
+    ratio: float | None = None  # to that
     gpu_ms: float | None = None
+    gpu_beside_ms: float | None = None
     gpu_ratio: float | None = None
     state: float | None = None  # bytes a parameter, as is floor
     floor: float | None = None
     bandwidth: float | None = None  # bytes a second that floor and time mean
     of_copy: float | None = None  # that, as a share of what a copy reaches
     extra: int | None = None  # bytes
+
+
+@dataclass(frozen=True)
+class Base:
+    """Whom ratios are to, as last timed: again after each, for a machine has slow minutes."""
+
+    candidate: Candidate
+    row: Row
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,7 @@ def rows_of(name: str, chosen: Sequence[Candidate], settings: Settings) -> Itera
     made, reason = _attempt(
         lambda: Tensors(shapes, settings.dtype, settings.device, settings.grad_norm)
     )
-    bases: dict[str, Row] = {}
+    bases: dict[str, Base] = {}
     with quick_release():
         for candidate in chosen:
             on = "hidden" if candidate.hidden else "all"
@@ -68,13 +78,25 @@ def rows_of(name: str, chosen: Sequence[Candidate], settings: Settings) -> Itera
             if made is not None:
                 count = sum(shapes[i].numel for i in made.chosen(candidate.hidden))
                 row = _timed(row, candidate, made, count, settings)
-            base = bases.setdefault(on, row)  # the first of its kind is the baseline
-            if row.ms is not None and base.ms is not None:
-                row = replace(row, ratio=row.ms / base.ms)
-            if row.gpu_ms is not None and base.gpu_ms is not None:
-                row = replace(row, gpu_ratio=row.gpu_ms / base.gpu_ms)
-            release(settings.device)
-            yield row
+                release(settings.device)
+            base = bases.setdefault(on, Base(candidate, row))  # the first of its kind
+            if made is not None and row.ms is not None and base.candidate is not candidate:
+                again = _timed(base.row, base.candidate, made, count, settings)
+                release(settings.device)
+                bases[on] = replace(base, row=again if again.skipped is None else base.row)
+            yield _compared(row, base.row, bases[on].row)
+
+
+def _compared(row: Row, before: Row, after: Row) -> Row:
+    """A row with its ratios to the baseline, which was timed before it and after it."""
+    if row.ms is None or before.ms is None or after.ms is None:
+        return row
+    beside = (before.ms + after.ms) / 2
+    row = replace(row, beside_ms=beside, ratio=row.ms / beside)
+    if row.gpu_ms is None or before.gpu_ms is None or after.gpu_ms is None:
+        return row
+    beside = (before.gpu_ms + after.gpu_ms) / 2
+    return replace(row, gpu_beside_ms=beside, gpu_ratio=row.gpu_ms / beside)
 
 
 def _timed(row: Row, candidate: Candidate, tensors: Tensors, count: int, settings: Settings) -> Row:
