@@ -27,6 +27,7 @@ OPTIONS = {
     "strong": {"gamma": 0.7, "betas": (0.8, 0.9)},
     "raw": {"second_moment": "raw"},
     "raw, no clip": {"second_moment": "raw", "clip": None},
+    "raw, no clip, maximize": {"second_moment": "raw", "clip": None, "maximize": True},
     "amsgrad": {"amsgrad": True},
     "maximize": {"maximize": True, "weight_decay": 0.1},
     "maximize, no clip": {"maximize": True, "clip": None},

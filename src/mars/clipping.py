@@ -78,24 +78,27 @@ def _home(groups: Sequence[Group]) -> torch.device:
 
 
 def clip_gradients(
-    batches: Iterable[Batch], groups: Sequence[Group], ranks: Ranks
+    batches: Iterable[tuple[Batch, str]], groups: Sequence[Group], ranks: Ranks
 ) -> Tensor | None:
     """For groups with max_grad_norm: gradients shrunk by one norm over all of them; that norm.
 
     As torch.nn.utils.clip_grad_norm_, but p.grad stays what it is (unless the step consumes it).
     """
-    clipped = [batch for batch in batches if batch.max_grad_norm is not None]
+    pairs = [pair for pair in batches if pair[0].max_grad_norm is not None]
+    clipped = [batch for batch, _ in pairs]
     asked = any(g["max_grad_norm"] is not None for g in groups)
     if not clipped and not (ranks.partition and asked):
         return None
     norms = [torch._foreach_norm([g.to(b.m[0].dtype) for g in b.g]) for b in clipped]
     total = _total(list(chain(*_whole(norms, clipped))), ranks, _home(groups))
     consumed: list[tuple[Tensor, Tensor]] = []
-    for batch in clipped:
+    for batch, engine in pairs:
         assert batch.max_grad_norm is not None
         wide = batch.m[0].dtype
         length = total.to(batch.x[0].device)
         factor = (batch.max_grad_norm / (length + 1e-6)).clamp(max=1.0).to(wide)
+        if engine == "cpu" and factor == 1.0:
+            continue  # a CPU may ask, and saves a copy of all gradients
         taken = list(batch.g)
         batch.g[:] = [g.to(wide) * factor for g in taken]
         if batch.consume:

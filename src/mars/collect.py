@@ -131,7 +131,7 @@ def step_batches(optimizer: MARS, batches: list[tuple[Batch, str]]) -> None:
     """
     groups, ranks, observer = optimizer.param_groups, optimizer._ranks, optimizer._observer
     wide = [(b.widened() if b.lean() else b, name) for b, name in batches]
-    norm = clip_gradients((batch for batch, _ in wide), groups, ranks)
+    norm = clip_gradients(wide, groups, ranks)
     if norm is not None:
         if optimizer._grad_norm is None:  # a rank without gradients of its own
             optimizer._grad_norm = torch.zeros_like(norm, dtype=torch.float32)

@@ -72,8 +72,7 @@ def _room(batch: Batch, portions: list[list[int]]) -> Tensor | None:
 
 def _fits(batch: Batch, i: int) -> bool:
     """Whether this is AdamW of g or of c̃, and lies in memory as the kernel wants it."""
-    corrected = bool(batch.h) and not batch.k.raw
-    if not batch.v or (KINDS[batch.kind].corrected and not corrected):
+    if not batch.v or (batch.h and batch.k.raw):  # then m is of c̃ and v of g
         return False
     columns = (batch.x, batch.m, batch.v, batch.v_max, batch.low)
     return all(column[i].is_contiguous() for column in columns if column)
@@ -101,11 +100,18 @@ def _adamw(batch: Batch, length: Tensor | None, room: Tensor | None) -> None:
     elif decay and own is not None:
         moved = [torch.mul(x[0], -lr * decay, out=own[1])]
     torch._foreach_add_(batch.t, 1)
+    # Without h, n = m − γ·h is kept. The kernel makes m of n + γ·g: β₁·(n + γ·g) + (1−β₁)·g.
+    ahead = 0.0
+    if KINDS[batch.kind].corrected and not batch.h:
+        ahead = -float(k.gamma) if k.maximize else float(k.gamma)
+        torch._foreach_add_(batch.m, c, alpha=ahead)
     torch._fused_adamw_(
         moved, [tensor.contiguous() for tensor in c], batch.m, batch.v, batch.v_max, batch.t,
         lr=lr, beta1=float(k.beta1), beta2=float(k.beta2), eps=k.eps, weight_decay=0.0,
         amsgrad=bool(batch.v_max), maximize=k.maximize,
     )  # fmt: skip
+    if ahead:
+        torch._foreach_add_(batch.m, c, alpha=-ahead)
     if decay:
         torch._foreach_add_(x, moved)
     else:  # the kernel writes behind autograd's back; a graph that saved a parameter must notice
