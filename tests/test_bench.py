@@ -263,6 +263,17 @@ def test_names_are_distinct_and_only_selects_by_them() -> None:
         assert selected(on_gpu, ["nobody"]) == []
 
 
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        main(["--device", "cpu", "--params", "toy", "--out", str(tmp_path / "file")])
+    printed = capsys.readouterr()
+    assert "file: cannot be written: File exists" in printed.err
+    assert not printed.out
+
+
 def test_a_wrong_choice_is_told_the_right_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--device", "cpu", "--only", "nobody"])

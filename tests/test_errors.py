@@ -242,6 +242,20 @@ def test_a_rate_that_a_scheduler_rounds_below_zero_ends_no_training() -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("name", ["lr", "lr_1d", "gamma", "weight_decay"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-3])
+def test_but_one_that_is_no_rate_is_named_at_the_next_step(name: str, value: float) -> None:
+    p = weight()
+    optimizer = MARS([p])
+    p.grad = torch.ones(3, 2)
+    optimizer.step()
+    before = p.detach().clone()
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(ValueError, match=f"Invalid .*{name}"):
+        optimizer.step()
+    assert torch.equal(p, before)
+
+
 def test_tools_for_mars_refuse_other_optimizers() -> None:
     other = torch.optim.AdamW([weight()])
     with pytest.raises(TypeError, match="AdamW has no gamma"):

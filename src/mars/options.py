@@ -167,7 +167,8 @@ def check_values(options: Mapping[str, Any]) -> None:
 
 
 # What schedulers move: a rate that ends at −1e-19 by rounding must not end a training.
-MOVED = frozenset({"lr", "lr_1d", "base_lr", "gamma", "weight_decay", "weight_decay_1d"})
+MOVED = ("lr", "lr_1d", "base_lr", "gamma", "weight_decay", "weight_decay_1d")
+ROUNDED = -1e-12
 SETTLED = tuple(name for name in CHECKS if name not in MOVED)
 
 
@@ -188,6 +189,9 @@ def check_changed(groups: Sequence[Mapping[str, Any]], checked: dict[int, dict[s
         }  # fmt: skip
         if changed:
             check_values({n: v for n, v in changed.items() if not _has_tensors(v)})
+        for name in MOVED:
+            if type(v := group[name]) is float and not ROUNDED <= v < math.inf:
+                _check_value(name, v)
         _check_together(group)
         became = changed.get("mars_type")
         if became == "plain-adamw" and before.get("mars_type", became) != became:

@@ -50,6 +50,15 @@ def test_each_optimizer_keeps_its_settings_and_takes_the_overrides() -> None:
     assert high_1d / high == pytest.approx(low_1d / low, rel=1e-2)
 
 
+def test_threads_are_no_more_than_the_environment_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [pool.threads(n) for n in (1, 2, 16)] == [8, 4, 1]
+    for asked, allowed in (("2", 2), ("3,2", 3), ("0", 4), ("many", 4), ("99", 4)):
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+        assert pool.threads(2) == allowed, asked
+
+
 def test_a_rate_is_what_was_asked_for() -> None:
     made = jobs("gpt-tiny", "--optimizers", "adamw@0.01234", "adamw@0.01231", "--seeds", "1")
     assert {r.optimizer.lr for r in made.values()} == {0.01234, 0.01231}

@@ -169,6 +169,8 @@ def test_the_command_writes_beside_the_first_path(
     assert "to Muon" in said  # the race's baseline
     report_command(ReportArgs(runs=(str(race / "muon-s0" / "log.jsonl"),)))
     assert (race / "muon-s0" / "report.html").exists()
+    (race / "results.jsonl").touch()  # a study's, which has a page of its own
+    assert report_command(ReportArgs(runs=(str(race),))) == race / "runs.html"
 
 
 def test_bad_input_leaves_the_old_report_alone(tmp_path: Path) -> None:

@@ -201,6 +201,28 @@ def test_one_label_with_two_configurations_becomes_two(tmp_path: Path) -> None:
     assert labels == ["MARS-M gamma=0.025", "MARS-M gamma=0.05"]
 
 
+def test_an_option_that_is_none_is_not_one_that_is_not_given(tmp_path: Path) -> None:
+    given = ({}, {"second_moment": "raw"}, {"second_moment": "raw", "clip": None})
+    for i, options in enumerate(given):
+        config = logs.header("mars-adamw")["config"]
+        config["optimizer"]["options"] = options
+        run(tmp_path / str(i), "mars-adamw", 0, {0: 5.0, 400: 3 + i}, config=config)
+    summary = summarise(load([tmp_path]))
+    both = "MARS-AdamW second_moment=raw"
+    assert [e.label for e in summary.entries] == ["MARS-AdamW", both, f"{both}, clip=None"]
+
+
+def test_labels_are_cut_only_where_they_can_still_be_told_apart(tmp_path: Path) -> None:
+    for i in range(3):
+        config = logs.header("mars-adamw")["config"]
+        config["optimizer"]["options"] = {"clip": None, "second_moment": "raw", f"o{i}": "w" * 30}
+        run(tmp_path / str(i), "mars-adamw", 0, {0: 5.0, 400: 3 + i}, config=config)
+    summary = summarise(load([tmp_path]))
+    for room in (None, 80):
+        shown = table(summary, room)
+        assert all(entry.label in shown for entry in summary.entries), room
+
+
 def test_rates_make_a_grid_only_where_all_else_is_equal(tmp_path: Path) -> None:
     for lr, decay, rate_1d in ((1e-3, 0.1, 1e-3), (2e-3, 0.1, 2e-3), (4e-3, 0.3, 4e-3)):
         config = logs.header("adamw")["config"]

@@ -61,7 +61,7 @@ def test_a_search_tries_the_recipe_first_and_leaves_a_better_one(
     for name, low, high in (
         ("lr", 1e-4 / 8, 8e-4),
         ("weight_decay", 1 / 80, 0.8),
-        ("gamma", 0, 0.1),
+        ("gamma", 0, 0.2),
     ):
         assert all(low <= t["values"][name] <= high for t in trials)
 
@@ -298,7 +298,7 @@ def test_ranges_lie_around_the_recipe() -> None:
     assert space(of(lr=0.01, weight_decay=0.1)) == {
         "lr": Range(0.01, 0.01 / 8, 0.08, log=True),
         "weight_decay": Range(0.1, 0.1 / 8, 0.8, log=True),
-        "gamma": Range(0.025, 0.0, 0.1, log=False),
+        "gamma": Range(0.025, 0.0, 0.2, log=False),
     }
     assert list(space(of(name="adamw"))) == ["lr", "weight_decay"]
     assert space(of(weight_decay=0.0), ["weight_decay"]) == {

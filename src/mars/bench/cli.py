@@ -85,6 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     on_gpu = args.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")
+    if args.out is not None:
+        try:  # now, not when all is timed
+            args.out.mkdir(parents=True, exist_ok=True)
+            (args.out / "bench.json").touch()
+        except OSError as error:
+            parser.error(f"--out {args.out}: cannot be written: {error.strerror}")
     chosen = selected(on_gpu, args.only)
     if not chosen:
         names = "\n  ".join(c.name for c in candidates(on_gpu))
@@ -107,7 +113,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _write(folder: Path, facts: dict[str, Any], settings: Settings, rows: Sequence[Row]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     dtype = str(settings.dtype).removeprefix("torch.")
     how = {
         "dtype": dtype, "repeat": settings.repeat, "warm_up": WARM_UP,

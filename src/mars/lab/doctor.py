@@ -110,7 +110,7 @@ def packages(broken: list[str], missing: list[str]) -> Iterator[str]:
         yield f"{name:18} {found or 'MISSING':14} {purpose}"
     for name, purpose in OPTIONAL:
         found = _version(name)
-        if found is None:
+        if found is None and (name != "triton" or torch.cuda.is_available()):
             missing.append(name)
         yield f"{name:18} {found or '–':14} {purpose}"
 

@@ -34,6 +34,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def threads(processes: int) -> int:
+    """Threads of each of so many processes: of the cores, or what OMP_NUM_THREADS allows."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    most = int(asked) if asked.isdigit() and int(asked) else cores()
+    return max(1, min(most, cores() // processes))
+
+
 def _work(job: Job, command: str) -> str:
     """In a worker: how a run ended, and why."""
     before = _diverged_before(job.run)

@@ -17,7 +17,7 @@ from mars.lab.differences import first_difference
 from mars.lab.errors import LabError
 from mars.lab.hardware import choose_device
 from mars.lab.optimizers import build
-from mars.lab.pool import Job, cores, run_all
+from mars.lab.pool import Job, cores, run_all, threads
 from mars.lab.recipes import settings
 from mars.lab.report import Summary
 from mars.lab.rundir import RunDirectory, write_atomically
@@ -185,8 +185,8 @@ def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
             )
     device = choose_device(args.loop.device)
     processes = args.jobs or (min(cores(), len(jobs)) if device.type == "cpu" else 1)
-    threads = args.loop.threads or max(1, cores() // processes)
-    jobs = [replace(j, run=j.run.replace(loop={"threads": threads})) for j in jobs]
+    own = {"threads": args.loop.threads or threads(processes)}
+    jobs = [replace(j, run=j.run.replace(loop=own)) for j in jobs]
     names = list(dict.fromkeys(job.run.optimizer.name for job in jobs))
     about = {
         "name": f"{base.recipe} race",

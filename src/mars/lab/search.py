@@ -68,7 +68,7 @@ def space(run: Run, names: Sequence[Name] | None = None) -> dict[str, Range]:
             if o.weight_decay
             else Range(0.0, 0.0, 0.3, log=False)
         ),
-        "gamma": lambda: Range(gamma, min(0.0, gamma), max(0.1, 2 * gamma), log=False),
+        "gamma": lambda: Range(gamma, min(0.0, gamma), max(0.2, 2 * gamma), log=False),
     }
     return {name: ranges[name]() for name in dict.fromkeys(names)}
 

@@ -19,7 +19,7 @@ from mars.lab.config import Run
 from mars.lab.errors import LabError
 from mars.lab.findings import Findings
 from mars.lab.hardware import choose_device
-from mars.lab.pool import cores
+from mars.lab.pool import cores, threads
 from mars.lab.recipes import settings
 from mars.lab.report import units
 from mars.lab.rundir import RunDirectory
@@ -82,7 +82,7 @@ def tune(args: TuneArgs, directory: Path, command: str) -> int:
     # A search learns from what is complete: most of it should come after something is.
     jobs = args.jobs or (min(cores(), max(1, args.trials // 4)) if on_cpu else 1)
     if jobs > 1 and run.loop.threads is None:
-        run = run.replace(loop={"threads": max(1, cores() // jobs)})
+        run = run.replace(loop={"threads": threads(jobs)})
     first, said = search.starts(ranges, advice(run, ranges))
     found = Findings(directory, run, ranges, args.seeds, command)
     found.compare()

@@ -16,7 +16,7 @@ from mars.lab.report.runs import RunLog, load
 from mars.lab.report.summary import summarise
 from mars.lab.report.words import table
 
-BASELINE = "adamw"
+BASELINE, STUDY = "adamw", "results.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class ReportArgs:
     runs: tuple[str, ...]
     """Run directories, race directories or log.jsonl files."""
     out: str | None = None
-    """The HTML file; by default report.html in the first of them."""
+    """The HTML file; by default report.html in the first of them, runs.html if that is a study."""
     title: str | None = None
     """The page's title; by default the name of the race or recipe."""
     baseline: str | None = None
@@ -47,7 +47,7 @@ def report_command(args: ReportArgs) -> Path:
     summary = summarise(runs, args.baseline or _baseline(runs), rates)
     out = Path(args.out) if args.out is not None else _beside(Path(args.runs[0]))
     if out.is_dir():
-        out = out / "report.html"
+        out = _beside(out)
     if not out.parent.is_dir():
         raise LabError(f"{out}: the folder {out.parent} does not exist")
     written = page.write(out, runs, summary, title=args.title)
@@ -72,4 +72,6 @@ def _baseline(runs: list[RunLog]) -> str:
 
 
 def _beside(path: Path) -> Path:
-    return (path if path.is_dir() else path.parent) / "report.html"
+    folder = path if path.is_dir() else path.parent
+    # A study has a page of its own, in its arms' names.
+    return folder / ("runs.html" if (folder / STUDY).exists() else "report.html")

@@ -14,6 +14,7 @@ Setting = tuple[tuple[str, str], ...]  # (facet, value) pairs
 
 # Where configurations of equal optimizers may differ without being different optimizers.
 OWN = ("loop.seed", "optimizer.lr", "optimizer.lr_1d", "optimizer.name")
+OPTIONS = "optimizer.options"
 TUNED = ("optimizer", "schedule")  # parts in which one grid of rates must agree
 ELSEWHERE = ("model", "data", "keep")  # parts that are compared otherwise, or say nothing
 
@@ -91,15 +92,25 @@ def labels(runs: Sequence[RunLog]) -> list[str]:
     for (_, label), members in groups.items():
         configs = [runs[i].header.get("config") for i in members]
         flat = [flatten(config) for config in configs]
+        for own in flat:  # without any it is {}, or None in older logs
+            own.pop(OPTIONS, None)
         keys = dict.fromkeys(key for config in flat for key in config if not _own(configs[0], key))
-        differ = [k for k in keys if len({str(c.get(k)) for c in flat}) > 1]
+        differ = [k for k in keys if len({_told(c, k) for c in flat}) > 1]
         facets = [k for k in differ if k.split(".")[0] in TUNED]
         if len({(runs[i].lr, runs[i].seed) for i in members}) < len(members):  # no grid either
             facets = [k for k in differ if k.split(".")[0] not in ELSEWHERE]
         for i, config in zip(members, flat, strict=True):
-            extra = ", ".join(f"{k.split('.')[-1]}={config.get(k)}" for k in facets)
+            told = ((k.split(".")[-1], _told(config, k)) for k in facets)
+            extra = ", ".join(f"{name}={value}" for name, value in told if value is not None)
             names[i] = f"{label} {extra}" if extra else label
     return names
+
+
+def _told(config: dict[str, Any], key: str) -> str | None:
+    """A value in words. A field that an older log lacks is None; an option that is not given is
+    the optimizer's own, which need not be None."""
+    given = key in config or not key.startswith(f"{OPTIONS}.")
+    return str(config.get(key)) if given else None
 
 
 def flatten(config: object, prefix: str = "") -> dict[str, Any]:

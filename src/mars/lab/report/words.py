@@ -116,9 +116,11 @@ def table(summary: Summary, room: int | None = None) -> str:
     head = tuple(title.format(_cut(f"to {base}", 20)) for title in columns)
     rows = [head, *(_row(entry, columns) for entry in summary.entries)]
     others = sum(max(len(row[i]) for row in rows) + 2 for i in range(1, len(head)))
-    rows = [(_cut(row[0], max(12, WIDTH - others)), *row[1:]) for row in rows]
     width = min(WIDTH, room or WIDTH)
-    parts = fit.blocks(rows, width)
+    short = [_cut(row[0], max(12, WIDTH - others)) for row in rows]
+    if len(set(short)) == len(rows):  # else nobody could tell them apart
+        rows = [(label, *row[1:]) for label, row in zip(short, rows, strict=True)]
+    parts = fit.blocks(rows, None if room is None else width)
     text = "\n\n".join(fit.aligned(part, 1) for part in parts)
     said = [f"! {warning}" for warning in summary.warnings]
     said.append(LEGENDS[summary.measure.unit])

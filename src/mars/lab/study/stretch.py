@@ -14,7 +14,7 @@ from typing import Any
 
 from mars.lab import workers
 from mars.lab.hardware import choose_device
-from mars.lab.pool import cores
+from mars.lab.pool import cores, threads
 from mars.lab.report import units
 from mars.lab.study import fingerprint, worker
 from mars.lab.study.definition import Study
@@ -174,7 +174,7 @@ class Stretch:
         if run.keep.save_every is None or self._seconds(want)[0] < SHORT:
             run = run.replace(keep={"save_every": run.loop.steps})
         if run.loop.threads is None:
-            run = run.replace(loop={"threads": max(1, cores() // self.packing.slots)})
+            run = run.replace(loop={"threads": threads(self.packing.slots)})
         own = {**self.here, "arm": fingerprint.of_arm(self.study, want.arm)}
         return Order(want.key, want.name, run, own, self.packing.slots, self.command)
 
