@@ -36,6 +36,14 @@ def test_noise_that_approximate_mode_adds(engine: str, gamma: float) -> None:
     assert reading.steps == 60
 
 
+@pytest.mark.parametrize("n", [2, 4, 10])
+def test_few_steps_show_more_than_the_correction_adds(n: int) -> None:
+    """Successive c share a gradient: over n steps independent noise reads 2κ(1+κ)/n more."""
+    reading = noise_run(steps=n + 1, gamma=0.1)  # the first step has no last gradient
+    assert reading.expected == pytest.approx(1 + 2 * 1.9 * 2.9 * (1 + 1 / n))
+    assert reading.variance_ratio == pytest.approx(reading.expected, rel=0.08)
+
+
 def test_noise_that_exact_mode_does_not_add() -> None:
     """Linear regression: g and h share the batch, so that the correction adds almost nothing."""
     torch.manual_seed(0)
@@ -58,6 +66,7 @@ def test_noise_that_exact_mode_does_not_add() -> None:
                 optimizer.step(closure)
         ratios[approximate] = diagnosis.readings[0].variance_ratio
     independent = diagnosis.readings[0].independent
+    assert diagnosis.readings[0].expected == independent  # each c has two gradients of its own
     assert ratios[True] == pytest.approx(independent, rel=0.25)
     assert ratios[False] == pytest.approx(1.0, abs=0.02)
 

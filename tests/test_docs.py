@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -238,11 +239,17 @@ def test_sentences_on_the_correction_are_those_of_its_runs() -> None:
     def final(arm: str) -> float:
         return fmean(found[arm].losses[found[arm].best].values())
 
-    def correlation(arm: str, gamma: float) -> str:
-        own = [r for r in results if r.arm == arm and r.lr == found[arm].best]
-        ratio, kappa = fmean(r.variance_ratio for r in own), gamma * 0.95 / 0.05
-        rho = 1 - (ratio - 1) / (2 * kappa * (1 + kappa))
-        return f"{rho:.2f}".replace("-", "−")
+    def measured(arm: str) -> float:
+        return fmean(r.variance_ratio for r in results if (r.arm, r.lr) == (arm, found[arm].best))
+
+    def listed(values: Iterable[float]) -> str:
+        *some, last = (f"{value:.2f}" for value in values)
+        return f"{', '.join(some)} and {last}"
+
+    def moved(arm: str) -> list[float]:
+        """From a rate of 0.001 to twice that, by seed."""
+        low, high = found[arm].losses[0.001], found[arm].losses[0.002]
+        return [high[seed] - low[seed] for seed in sorted(low.keys() & high.keys())]
 
     verdict = (ROOT / "docs/results/correction-50m/verdict.md").read_text()
     rows = [[cell.strip() for cell in line.split("|")] for line in verdict.splitlines()]
@@ -257,9 +264,16 @@ def test_sentences_on_the_correction_are_those_of_its_runs() -> None:
     below = {arm: final(plain) - final(arm) for arm in (*approximate, *exact)}
     default, best = "γ = 0.025", min(approximate, key=final)
     assert f"the approximate ones is {best}, {below[best]:.3f} below γ = 0;" in page
-    assert f"the default has {below[default]:.3f}, at the same rate" in page
-    steeper = [found[arm].losses[0.002][0] - found[arm].losses[0.001][0] for arm in found]
-    assert f"γ = 0 loses {steeper[0]:.2f}, the default 0.04, and γ = 0.05 and 0.1 gain" in page
+    assert f"the default has {below[default]:.3f}." in page
+    twice = [found[arm].losses[0.002] for arm in (default, best)]
+    assert "has {:.3f} and {:.3f} (two seeds)".format(*twice[0].values()) in page
+    assert f"{best} {twice[1][0]:.3f} and {twice[1][1]:.3f}." in page
+    means = [fmean(found[default].losses[lr].values()) for lr in (0.001, 0.002)]
+    assert "({:.3f} and {:.3f})".format(*means) in page
+    lost, mixed, gained = (moved(arm) for arm in (plain, default, "γ = 0.05"))
+    assert "γ = 0 loses {:.2f} and {:.2f} (two seeds)".format(*lost) in page
+    assert f"the default loses {mixed[0]:.2f} and gains {-mixed[1]:.2f}," in page
+    assert "γ = 0.05 gains {:.2f} and {:.2f}.".format(*(-change for change in gained)) in page
     more = [final(a) - final(e) for a, e in zip(approximate, exact, strict=True)]
     assert f"by {more[0]:.3f} (γ = 0.0125) to {more[-1]:.3f} (γ = 0.1) below" in page
     assert (more[0], more[-1]) == (min(more), max(more))
@@ -268,9 +282,13 @@ def test_sentences_on_the_correction_are_those_of_its_runs() -> None:
         f"{min(few)} to {max(few)} % of the tokens, so {2 * min(few)} to {2 * max(few)} %" in page
     )
     assert f"approximate mode {min(many)} to {max(many)} % of either" in page
-    for arms in (approximate, exact):
-        rho = [correlation(arm, gamma) for arm, gamma in zip(arms, gammas, strict=True)]
-        assert f"{', '.join(rho[:3])} and {rho[3]}" in page
+    spread = [2 * k * (1 + k) for k in (gamma * 0.95 / 0.05 for gamma in gammas)]
+    of_c, of_exact = ([measured(arm) for arm in arms] for arms in (approximate, exact))
+    assert f"would show {listed(1 + 1.25 * s for s in spread)} times Var(g)" in page
+    assert f"as successive c share a gradient), and {listed(of_c)} were found" in page
+    assert f"{listed(of_exact)} were found. If g and h vary alike" in page
+    rho = [1 - (ratio - 1) / s for ratio, s in zip(of_exact, spread, strict=True)]
+    assert f"correlation ρ was {listed(rho)}:" in page
     both = f"{below[default]:.3f} below γ = 0 and with exact mode {below[default + ', exact']:.3f}"
     assert both in readme
     times = f"{tokens[default] / 100:.2f} and {2 * tokens[default + ', exact'] / 100:.2f} times"

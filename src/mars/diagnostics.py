@@ -36,6 +36,8 @@ class Reading:
         update_rms: RMS of the change of a parameter in a step.
         variance_ratio: Var(c) / Var(g) over the observed steps (two at least).
         independent: (1+κ)² + κ², that ratio if g and h had independent noise.
+        expected: the same over so few steps. In approximate mode successive c share a gradient, so
+            that their mean follows them less, and they seem to vary more.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Reading:
     update_rms: float
     variance_ratio: float | None
     independent: float | None
+    expected: float | None
 
 
 @dataclass
@@ -189,6 +192,7 @@ class Diagnosis:
                 update_rms=math.sqrt(moved / group.elements) if group.elements else 0.0,
                 variance_ratio=sum(c for _, c in spreads) / noise if noise > 0 else None,
                 independent=group.independent,
+                expected=_over(group, options["is_approx"]),
             ))  # fmt: skip
         return out
 
@@ -201,7 +205,7 @@ class Diagnosis:
                 r.name, str(r.steps), str(r.tensors),
                 "-" if r.clipped is None else f"{r.clipped:.0%}", _format(r.c_norm),
                 _format(r.cosine), _format(r.update_rms), _format(r.variance_ratio),
-                _format(r.independent),
+                _format(r.expected),
             ))  # fmt: skip
         return format_table(rows, right=tuple(range(1, len(head))))
 
@@ -211,6 +215,15 @@ def _values(batch: Batch) -> list[Tensor]:
     if not batch.low:
         return batch.x
     return [join(high, low) for high, low in zip(batch.x, batch.low, strict=True)]
+
+
+def _over(group: _Group, approximate: bool) -> float | None:
+    """What independent noise would show: of n values whose neighbours have the covariance a, the
+    variance about their own mean is 2a/n less, and here a = −κ(1+κ)."""
+    n = max((t.n for t in group.tensors.values()), default=0)
+    if group.independent is None or not approximate or n == 0:
+        return group.independent
+    return group.independent + (group.independent - 1) / n
 
 
 def _mean(values: list[Tensor]) -> float | None:

@@ -125,7 +125,7 @@ def _diagnostics(records: Sequence[Record]) -> dict[str, Any]:
         axes = {name: _float(record.get(name)) for name in AXES}
         groups = [g for g in record.get("groups") or [] if isinstance(g, dict)]
         for group in groups:
-            values = {name: _float(group.get(name)) for name in READINGS}
+            values = {name: _reading(group, name) for name in READINGS}
             if any(values[name] is not None for name in ("clipped", "c_norm", "cosine")):
                 rows[str(group.get("name"))].append({**axes, **values})
         whole = {name: _weighted(groups, name) for name in READINGS}
@@ -142,9 +142,15 @@ def _diagnostics(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
+def _reading(group: Record, name: str) -> float | None:
+    """Of independent noise, what so few steps would show; older logs do not have that."""
+    known = "expected" if name == "independent" and "expected" in group else name
+    return _float(group.get(known))
+
+
 def _weighted(groups: Sequence[Record], name: str) -> float | None:
     """The mean over groups that have a reading, by their number of tensors."""
-    pairs = [(_float(g.get(name)), _float(g.get("tensors")) or 0.0) for g in groups]
+    pairs = [(_reading(g, name), _float(g.get("tensors")) or 0.0) for g in groups]
     known = [(value, weight) for value, weight in pairs if value is not None and weight > 0]
     total = math.fsum(weight for _, weight in known)
     return math.fsum(v * w for v, w in known) / total if total else None

@@ -11,6 +11,7 @@ import numpy as np
 
 from mars.lab.report import fit, units
 from mars.lab.report.statistics import Difference, Spread, first_reach, paired, spread
+from mars.lab.session import DIAGNOSED
 from mars.lab.study.choice import Ladder, ladders
 from mars.lab.study.definition import Study
 from mars.lab.study.judge import Judged, judge
@@ -92,6 +93,13 @@ def at_best(ladder: Ladder, results: Sequence[Result]) -> list[Result]:
     return sorted(own, key=lambda r: r.seed)
 
 
+def _over_a_reading(independent: float | None, exact: bool) -> float | None:
+    """(1+κ)² + κ² as the few steps of a reading show it: see mars.diagnostics."""
+    if independent is None or exact:
+        return independent
+    return independent + (independent - 1) / DIAGNOSED
+
+
 def _row(
     study: Study, found: dict[str, Ladder], results: Sequence[Result],
     times: Mapping[str, Time], label: str,
@@ -102,7 +110,9 @@ def _row(
         spread([r.loss for r in own]),
         time=times.get(label),
         variance_ratio=_mean([r.variance_ratio for r in own]),
-        independent=_mean([r.independent for r in own]),
+        independent=_over_a_reading(
+            _mean([r.independent for r in own]), study.run(found[label].arm).optimizer.exact
+        ),
     )
     base = study.baseline_of(label)
     theirs = at_best(found[base], results) if base is not None else []
