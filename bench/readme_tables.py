@@ -456,6 +456,16 @@ def train_speed() -> str:
     return table(["GPT-2 small", "tokens/s", "to plain AdamW", "MFU", "peak GiB"], rows)
 
 
+def on_cpu() -> str:
+    """Ratios of the CPU engine, by model."""
+    found = result("bench_cpu.json")["rows"]
+    models = list(dict.fromkeys(row["parameters"] for row in found))
+    ratio = {(row["parameters"], row["name"]): row["ratio"] for row in found}
+    names = [name for model, name in ratio if model == models[0] and name != "torch AdamW"]
+    rows = [[f"`{name}`", *(f"{ratio[model, name]:.2f}" for model in models)] for name in names]
+    return table(["", *models], rows)
+
+
 def cost() -> str:
     """bench/cost.py."""
     head, *rows = cost_table.page(result("cost_h200.json"))
@@ -475,6 +485,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "lean-state": lean_state,
     "train-speed": train_speed,
     "cost": cost,
+    "cpu-cost": on_cpu,
     "cifar10": lambda: accuracies(
         "cifar10-resnet18-short", "cifar10-resnet18-30", "cifar10-resnet18-bare"
     ),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import mars
 from mars import MARS
-from mars.engines import Batch, cpu
+from mars.engines import CELLS, Batch, cpu
 from mars.rule import KINDS
 
 SHAPES = [(3,), (40, 9), (7, 5), (), (64, 3), (0, 4), (11,), (2, 3, 4)]
@@ -60,8 +60,12 @@ def test_a_tensor_of_a_class_of_its_own_is_left_to_the_reference() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "options", [{}, {"clip": "global"}, {"weight_decay": 0.2, "amsgrad": True}]
-)
+    "options",
+    [
+        {}, {"clip": "global"}, {"weight_decay": 0.2, "amsgrad": True},
+        {"clip": None, "second_moment": "raw", "weight_decay": 0.2},
+    ],
+)  # fmt: skip
 def test_portions_change_no_bit(kind: str, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"mars_type": kind, "optimize_1d": True, **options}
     if KINDS[kind].matrix:
@@ -79,9 +83,15 @@ def test_portions_change_no_bit(kind: str, options: dict, monkeypatch: pytest.Mo
                 assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("kind", ["mars-adamw", "plain-adamw"])
-def test_gradients_may_lie_in_another_order(kind: str) -> None:
-    options = {"mars_type": kind, "weight_decay": 0.1}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mars_type": "mars-adamw"}, {"mars_type": "plain-adamw"},
+        {"clip": None, "second_moment": "raw"},
+    ],
+)  # fmt: skip
+def test_gradients_may_lie_in_another_order(options: dict) -> None:
+    options = {**options, "weight_decay": 0.1}
     pairs = zip(trained(options), trained(options, layout=True), strict=True)
     for plain, turned in pairs:
         torch.testing.assert_close(plain, turned, rtol=1e-6, atol=1e-7)
@@ -102,6 +112,49 @@ def test_the_kernel_is_what_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     calls.clear()
     trained({"second_moment": "raw"}, steps=1)
     assert calls == [4]  # of c̃ and g, which is no AdamW
+    calls.clear()
+    trained({"second_moment": "raw", "clip": None}, steps=1)
+    assert calls == [4, 4]
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e3])
+def test_gradients_are_copied_only_where_they_are_clipped(
+    limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And as any other engine clips them."""
+    given: list[Tensor] = []
+    whole = cpu.step
+
+    def seen(batch: Batch, length: Tensor | None) -> None:
+        given.extend(batch.g)
+        whole(batch, length)
+
+    monkeypatch.setitem(CELLS, "cpu", seen)
+    ends = []
+    for engine in ({}, {"foreach": False}):
+        p = nn.Parameter(torch.ones(4, 3))
+        optimizer = MARS([p], max_grad_norm=limit, clip=None, **engine)
+        for _ in range(3):
+            p.grad = torch.full((4, 3), 1 / 12**0.5)  # of norm 1
+            optimizer.step()
+            assert engine or (given[-1] is p.grad) == (limit > 1)
+        ends.append((p.detach(), optimizer.state[p]["exp_avg"]))
+    assert len(given) == 3
+    assert all(float(g.norm()) == pytest.approx(min(limit, 1.0)) for g in given)
+    torch.testing.assert_close(*ends)
+
+
+def test_a_gamma_that_moves_moves_as_in_the_reference() -> None:
+    ends = []
+    for engine in ({}, {"foreach": False}):
+        p = nn.Parameter(torch.ones(4, 3))
+        optimizer = MARS([p], clip=None, second_moment="raw", **engine)
+        for step in range(6):
+            optimizer.param_groups[0]["gamma"] = 0.3 * (step % 3)
+            p.grad = torch.linspace(-1, 1, 12).view(4, 3) * (step + 1)
+            optimizer.step()
+        ends.append((p.detach(), optimizer.state[p]["exp_avg"]))
+    torch.testing.assert_close(*ends)
 
 
 def test_what_is_not_finite_shows() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -243,7 +244,9 @@ def test_a_rate_that_a_scheduler_rounds_below_zero_ends_no_training() -> None:
 
 
 @pytest.mark.parametrize("name", ["lr", "lr_1d", "gamma", "weight_decay"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-3])
+@pytest.mark.parametrize(
+    "value", [float("nan"), np.float32("inf"), np.float64("nan"), "1e-3", True]
+)
 def test_but_one_that_is_no_rate_is_named_at_the_next_step(name: str, value: float) -> None:
     p = weight()
     optimizer = MARS([p])
@@ -254,6 +257,18 @@ def test_but_one_that_is_no_rate_is_named_at_the_next_step(name: str, value: flo
     with pytest.raises(ValueError, match=f"Invalid .*{name}"):
         optimizer.step()
     assert torch.equal(p, before)
+
+
+@pytest.mark.parametrize("value", [-1e-3, -1, np.float32(-1)])
+def test_nor_is_one_below_zero(value: object) -> None:
+    p = weight()
+    optimizer = MARS([p])
+    p.grad = torch.ones(3, 2)
+    optimizer.param_groups[0]["lr"] = value
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        optimizer.step()
+    optimizer.param_groups[0] |= {"lr": np.float64(1e-3), "gamma": -0.1, "weight_decay": 0}
+    optimizer.step()
 
 
 def test_tools_for_mars_refuse_other_optimizers() -> None:

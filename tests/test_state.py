@@ -463,7 +463,7 @@ def test_own_state_loads_whatever_was_switched_on_before_it_was_saved(
 
 @pytest.mark.parametrize("engine", ["reference", "foreach", "cpu", "fused"])
 def test_notes_in_the_state_of_a_parameter_are_kept_and_change_nothing(engine: str) -> None:
-    notes = {"text": "mine", "count": 3, "mask": torch.ones(2), "history": [torch.ones(1)]}
+    notes = {"text": "mine", "count": 3, "names": ("a", "b"), "mask": torch.ones(2)}
     ends = []
     for own in ({}, notes):
         torch.manual_seed(0)
@@ -476,10 +476,25 @@ def test_notes_in_the_state_of_a_parameter_are_kept_and_change_nothing(engine: s
             optimizer.state[model.weight].update(own)
         loaded = MARS(model.parameters(), **choose(engine))
         loaded.load_state_dict(optimizer.state_dict())
-        assert loaded.state[model.weight].keys() >= own.keys()
+        assert {name: loaded.state[model.weight][name] for name in own} == own
         loaded.step()
         ends.append(model.weight.detach())
     assert torch.equal(*ends)
+
+
+def test_notes_stay_what_they_are_beside_a_plan() -> None:
+    p = nn.Parameter(torch.randn(4, 3))
+    optimizer = MARS([p], fused=True)
+    turned, sparse = torch.randn(3, 2).t(), torch.eye(3).to_sparse()
+    plans = set()
+    for count in range(5):
+        p.grad = torch.randn(4, 3)
+        optimizer.step()
+        optimizer.state[p] |= {"turned": turned, "sparse": sparse, "count": count}
+        if count > 1:  # the first has seen no note
+            plans.add(optimizer._plan)
+    assert optimizer.state[p]["turned"] is turned
+    assert len(plans) == 1
 
 
 def test_counts_on_the_device_are_loaded_there() -> None:

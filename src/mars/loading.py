@@ -15,7 +15,7 @@ from torch import Tensor
 from mars.options import as_float, check_values
 from mars.rule.formats import GROUP
 from mars.sharding import is_sharded
-from mars.state import EXPONENT, LATER, LOW_HALF, SHAPED, buffers, kind_of, new_buffer
+from mars.state import EXPONENT, LATER, LOW_HALF, OURS, SHAPED, buffers, kind_of, new_buffer
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
@@ -71,6 +71,9 @@ def load(
             own = optimizer.state[p]
             wanted = buffers(kind_of(p, group), p, group)
             for name, value in saved.items():
+                if name not in OURS:  # a note, of which torch casts what it finds
+                    own[name] = value.to(p.device) if isinstance(value, Tensor) else value
+                    continue
                 if name == "step" and isinstance(value, Tensor):
                     # Counted on a device: on this one, then. Torch's own counts are float32.
                     on_device = group["capturable"] or group["fused"] or value.device.type != "cpu"

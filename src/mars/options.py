@@ -166,9 +166,12 @@ def check_values(options: Mapping[str, Any]) -> None:
     _check_together(options)
 
 
-# What schedulers move: a rate that ends at −1e-19 by rounding must not end a training.
-MOVED = ("lr", "lr_1d", "base_lr", "gamma", "weight_decay", "weight_decay_1d")
+# What schedulers move, and how low: a rate that ends at −1e-19 by rounding must not end a training.
 ROUNDED = -1e-12
+MOVED = {
+    "lr": ROUNDED, "lr_1d": ROUNDED, "base_lr": ROUNDED, "weight_decay": ROUNDED,
+    "weight_decay_1d": ROUNDED, "gamma": -math.inf,
+}  # fmt: skip
 SETTLED = tuple(name for name in CHECKS if name not in MOVED)
 
 
@@ -189,8 +192,9 @@ def check_changed(groups: Sequence[Mapping[str, Any]], checked: dict[int, dict[s
         }  # fmt: skip
         if changed:
             check_values({n: v for n, v in changed.items() if not _has_tensors(v)})
-        for name in MOVED:
-            if type(v := group[name]) is float and not ROUNDED <= v < math.inf:
+        for name, least in MOVED.items():
+            v = group[name]
+            if not (least <= v < math.inf if type(v) is float else _may_be(v, least)):
                 _check_value(name, v)
         _check_together(group)
         became = changed.get("mars_type")
@@ -200,6 +204,13 @@ def check_changed(groups: Sequence[Mapping[str, Any]], checked: dict[int, dict[s
                 "and clip=None make MARS-AdamW AdamW"
             )
         before.update({n: dict(v) if type(v) is dict else v for n, v in changed.items()})
+
+
+def _may_be(value: Any, least: float) -> bool:
+    """Whether this can be an option's number, if it is read: nobody waits for a tensor."""
+    if value is None or isinstance(value, Tensor):
+        return True
+    return _is(Real, value) and least <= float(value) < math.inf
 
 
 def _has_tensors(value: Any) -> bool:

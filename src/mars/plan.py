@@ -79,13 +79,16 @@ class Plan:
             parts = [group] if len(forms(group)) == 1 else [[b] for b in group]
             self.launches += [(Launch(part, optimizer._grad_norm), part) for part in parts]
 
-    def _buffers(self) -> list[Any]:
+    def _buffers(self) -> list[Tensor]:
+        """What the state holds; of people's notes nothing."""
+        if self.noted:
+            return [held for own in self.own for name, held in own.items() if name in state.OURS]
         return list(chain.from_iterable(map(dict.values, self.own)))
 
     def _note_buffers(self) -> None:
-        """What the state holds, and where; people may keep notes there that are no tensors."""
+        self.noted = any(own.keys() - state.OURS for own in self.own)
         self.buffers = self._buffers()
-        self.placed = self.params + [held for held in self.buffers if isinstance(held, Tensor)]
+        self.placed = self.params + self.buffers
         self.addresses = list(map(Tensor.data_ptr, self.placed))
 
     def renew(self, optimizer: MARS) -> bool:

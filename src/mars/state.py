@@ -29,8 +29,9 @@ LATER = {"last_grad", EXPONENT["last_grad"], "max_exp_avg_sq"}
 # The buffers of a row of a batch, after (x, g, t) and before the low half; see engines.COLUMNS.
 ROW = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad", *EXPONENT.values())
 
-# The tensors of a parameter's state that have its shape. What else is there is not ours.
+# The tensors of a parameter's state that have its shape, and all of it. What else is there: notes.
 SHAPED = {*LEAN_BUFFERS, *LOW_HALF.values(), "max_exp_avg_sq", "previous_grad", "last_param"}
+OURS = {*SHAPED, *EXPONENT.values(), "step"}
 
 
 def kind_of(p: Tensor, group: Mapping[str, Any]) -> str:
@@ -193,7 +194,7 @@ def _drop_last_grad(own: dict[str, Any], kind: str, group: Mapping[str, Any]) ->
 def straighten(own: dict[str, Any], p: Tensor) -> None:
     """Lay the state out as kernels read it: dense in order, steps counted beside it in float32."""
     for name, value in own.items():
-        if isinstance(value, Tensor) and not value.is_contiguous():  # else a note of somebody's
+        if name in OURS and not value.is_contiguous():
             own[name] = value.contiguous()
     own["step"] = own["step"].to(p.device, torch.float32)
 

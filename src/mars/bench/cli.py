@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -63,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="SUBSTRING",
-        help="time only candidates with one of these in their names, and their baselines",
+        help="time only candidates of these names, or with one of these in their names, and their "
+        "baselines",
     )  # fmt: skip
     parser.add_argument(
         "--repeat", type=_positive(int), default=20,
@@ -85,16 +87,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     on_gpu = args.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")
-    if args.out is not None:
-        try:  # now, not when all is timed
-            args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / "bench.json").touch()
-        except OSError as error:
-            parser.error(f"--out {args.out}: cannot be written: {error.strerror}")
     chosen = selected(on_gpu, args.only)
     if not chosen:
         names = "\n  ".join(c.name for c in candidates(on_gpu))
         parser.error(f"--only {' '.join(args.only)}: matches none of\n  {names}")
+    if args.out is not None:
+        try:  # now, not when all is timed
+            args.out.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=args.out):
+                pass
+        except OSError as error:
+            parser.error(f"--out {args.out}: cannot be written: {error.strerror}")
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     copy = copy_bandwidth(device)
     release(device)

@@ -227,6 +227,15 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / (1e-3 * ms)
 
 
+def settle() -> None:
+    """Leave the C library's allocator as training does: it keeps blocks of up to 32 MB.
+
+    In a fresh process it asks the system for each one anew, and torch's AdamW on a CPU, which has
+    many, takes half as long again.
+    """
+    torch.empty((1 << 23) - 8192, dtype=torch.float32, device="cpu")
+
+
 @contextmanager
 def quick_release() -> Iterator[None]:
     """Inside, garbage is sought only among what came since: a tenth of the time, with torch."""

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from mars.bench.candidates import Candidate, baseline, candidates
-from mars.bench.measure import Tensors, measure, quick_release, release
+from mars.bench.measure import Tensors, measure, quick_release, release, settle
 from mars.bench.shapes import PARAMETER_SETS
 
 T = TypeVar("T")
@@ -57,15 +57,22 @@ class Settings:
 
 
 def selected(on_gpu: bool, only: Sequence[str]) -> list[Candidate]:
-    """The candidates whose names contain one of ``only`` (all, if empty), and their baselines."""
+    """The candidates that ``only`` names, whole or in part (all, if empty); and baselines."""
     everyone = candidates(on_gpu)
-    found = [c for c in everyone if not only or any(s.lower() in c.name.lower() for s in only)]
+    names = {c.name.lower() for c in everyone}
+
+    def asked(name: str) -> bool:
+        """By its whole name, or by a part that is nobody's whole name."""
+        return any(s == name or (s not in names and s in name) for s in map(str.lower, only))
+
+    found = [c for c in everyone if not only or asked(c.name.lower())]
     needed = {baseline(on_gpu, c.hidden).name for c in found} | {c.name for c in found}
     return [c for c in everyone if c.name in needed]
 
 
 def rows_of(name: str, chosen: Sequence[Candidate], settings: Settings) -> Iterator[Row]:
     """Time the candidates on a parameter set. Nothing that one of them raises stops the others."""
+    settle()
     shapes = PARAMETER_SETS[name]()
     made, reason = _attempt(
         lambda: Tensors(shapes, settings.dtype, settings.device, settings.grad_norm)
@@ -80,10 +87,11 @@ def rows_of(name: str, chosen: Sequence[Candidate], settings: Settings) -> Itera
                 row = _timed(row, candidate, made, count, settings)
                 release(settings.device)
             base = bases.setdefault(on, Base(candidate, row))  # the first of its kind
-            if made is not None and row.ms is not None and base.candidate is not candidate:
-                again = _timed(base.row, base.candidate, made, count, settings)
+            again = base.row.ms is not None and base.candidate is not candidate
+            if made is not None and row.ms is not None and again:
+                after = _timed(base.row, base.candidate, made, count, settings)
                 release(settings.device)
-                bases[on] = replace(base, row=again if again.skipped is None else base.row)
+                bases[on] = replace(base, row=after if after.skipped is None else base.row)
             yield _compared(row, base.row, bases[on].row)
 
 

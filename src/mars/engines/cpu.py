@@ -101,9 +101,9 @@ def _adamw(batch: Batch, length: Tensor | None, room: Tensor | None) -> None:
         moved = [torch.mul(x[0], -lr * decay, out=own[1])]
     torch._foreach_add_(batch.t, 1)
     # Without h, n = m − γ·h is kept. The kernel makes m of n + γ·g: β₁·(n + γ·g) + (1−β₁)·g.
-    ahead = 0.0
-    if KINDS[batch.kind].corrected and not batch.h:
-        ahead = -float(k.gamma) if k.maximize else float(k.gamma)
+    ahead = float(k.gamma) if KINDS[batch.kind].corrected and not batch.h else 0.0
+    ahead = -ahead if k.maximize else ahead
+    if ahead:
         torch._foreach_add_(batch.m, c, alpha=ahead)
     torch._fused_adamw_(
         moved, [tensor.contiguous() for tensor in c], batch.m, batch.v, batch.v_max, batch.t,

@@ -37,7 +37,7 @@ def cores() -> int:
 def threads(processes: int) -> int:
     """Threads of each of so many processes: of the cores, or what OMP_NUM_THREADS allows."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    most = int(asked) if asked.isdigit() and int(asked) else cores()
+    most = int(asked) if asked.isdecimal() and int(asked) else cores()
     return max(1, min(most, cores() // processes))
 
 

@@ -110,7 +110,7 @@ def _interval(entry: Entry, d: Difference) -> str:
 
 
 def table(summary: Summary, room: int | None = None) -> str:
-    """Plain text of at most 100 columns, or fewer: the rows, then what to be warned of."""
+    """Plain text for so many columns, at most 100 but for long labels in a pipe: rows, warnings."""
     base = summary.baseline.label if summary.baseline else summary.asked
     columns = IMAGES if summary.measure.unit == "images" else TEXT
     head = tuple(title.format(_cut(f"to {base}", 20)) for title in columns)

@@ -41,7 +41,7 @@ class Arm:
         >>> Arm(label="γ = 0.1, exact", optimizer="mars-adamw", lr=0.003).folder
         'γ-0.1-exact'
         """
-        return re.sub(r"[^\w.]+", "-", self.label).strip("-")
+        return re.sub(r"[^\w.]+", "-", self.label).strip("-.") or "arm"
 
     def rate(self, rung: int) -> float:
         """
