@@ -208,9 +208,7 @@ def check_changed(groups: Sequence[Mapping[str, Any]], checked: dict[int, dict[s
 
 def _may_be(value: Any, least: float) -> bool:
     """Whether this can be an option's number, if it is read: nobody waits for a tensor."""
-    if value is None or isinstance(value, Tensor):
-        return True
-    return _is(Real, value) and least <= float(value) < math.inf
+    return value is None or isinstance(value, Tensor) or _number(value, least)
 
 
 def _has_tensors(value: Any) -> bool:

@@ -221,6 +221,9 @@ def test_labels_are_cut_only_where_they_can_still_be_told_apart(tmp_path: Path) 
     for room in (None, 80):
         shown = table(summary, room)
         assert all(entry.label in shown for entry in summary.entries), room
+        assert (shown.count("\noptimizer") == 1) == (
+            room is None
+        )  # in a pipe the table stays whole
 
 
 def test_rates_make_a_grid_only_where_all_else_is_equal(tmp_path: Path) -> None:

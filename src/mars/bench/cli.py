@@ -94,8 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.out is not None:
         try:  # now, not when all is timed
             args.out.mkdir(parents=True, exist_ok=True)
-            with TemporaryFile(dir=args.out):
-                pass
+            TemporaryFile(dir=args.out).close()
         except OSError as error:
             parser.error(f"--out {args.out}: cannot be written: {error.strerror}")
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

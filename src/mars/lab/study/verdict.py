@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mars.diagnostics import shown_over
 from mars.lab.report import fit, units
 from mars.lab.report.statistics import Difference, Spread, first_reach, paired, spread
 from mars.lab.session import DIAGNOSED
@@ -93,26 +94,18 @@ def at_best(ladder: Ladder, results: Sequence[Result]) -> list[Result]:
     return sorted(own, key=lambda r: r.seed)
 
 
-def _over_a_reading(independent: float | None, exact: bool) -> float | None:
-    """(1+κ)² + κ² as the few steps of a reading show it: see mars.diagnostics."""
-    if independent is None or exact:
-        return independent
-    return independent + (independent - 1) / DIAGNOSED
-
-
 def _row(
     study: Study, found: dict[str, Ladder], results: Sequence[Result],
     times: Mapping[str, Time], label: str,
 ) -> Row:  # fmt: skip
     own = at_best(found[label], results)
+    exact = study.run(found[label].arm).optimizer.exact
     row = Row(
         found[label],
         spread([r.loss for r in own]),
         time=times.get(label),
         variance_ratio=_mean([r.variance_ratio for r in own]),
-        independent=_over_a_reading(
-            _mean([r.independent for r in own]), study.run(found[label].arm).optimizer.exact
-        ),
+        independent=shown_over(_mean([r.independent for r in own]), 0 if exact else DIAGNOSED),
     )
     base = study.baseline_of(label)
     theirs = at_best(found[base], results) if base is not None else []
