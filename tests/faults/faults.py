@@ -71,10 +71,14 @@ KILLS = (
         "lab/test_rundir.py::test_a_worker_of_a_killed_owner_holds_nothing",
     ),
     fault(
-        "a worker of a race killed, as for memory",
-        "the others save and end; " + SAME,
-        "`a worker died (memory?); the same command goes on from here`",
+        "a worker of a race killed, as for memory, or lost to a crash of the driver",
+        "its run goes on in a new process from its checkpoint, the others are not disturbed; lost "
+        "twice, it has failed and the others go on",
+        "`a run is begun again: its process was ended by SIGKILL (memory?)`",
         "faults/test_workers_killed.py::test_a_worker_killed_for_memory",
+        "lab/test_crew.py::test_a_task_whose_worker_dies_is_begun_again_and_no_other_is",
+        "lab/test_crew.py::test_one_that_dies_twice_has_failed",
+        "lab/test_crew.py::test_a_lost_gpu_is_the_process_s_not_the_crew_s",
     ),
     fault(
         "the main process of a race killed",

@@ -457,10 +457,8 @@ def test_variance_goes_on_after_ctrl_c_to_the_bit(
     assert done is not None
     assert 0 < len(done) < len(e.trajectories)
     followed: list[v.Which] = []
-    submit = v.ProcessPoolExecutor.submit
-    monkeypatch.setattr(
-        v.ProcessPoolExecutor, "submit", lambda *a: (followed.append(a[3:]), submit(*a))[1]
-    )
+    submit = v.Crew.submit
+    monkeypatch.setattr(v.Crew, "submit", lambda *a: (followed.append(a[3:]), submit(*a))[1])
     assert main([*words, str(parts)]) == 0
     assert f"goes on: {len(done)} trajectories are done" in capsys.readouterr().err
     assert sorted([*followed, *done]) == sorted(e.trajectories)  # none twice

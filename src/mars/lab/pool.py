@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import queue
 import time
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mars.lab import tasks, workers
 from mars.lab.config import Run, read_config
+from mars.lab.crew import Crew, WorkerDied, stop, watched
 from mars.lab.errors import LabError
 from mars.lab.log import read
 from mars.lab.progress import Shown
@@ -66,33 +66,34 @@ def _diverged_before(run: Run) -> str | None:
 def run_all(jobs: list[Job], processes: int, command: str) -> dict[str, str] | None:
     """Run all; what failed and why, or None if somebody stopped it.
 
-    What is complete already takes no time. A run that diverged has not failed: it is a result.
+    What is complete already takes no time. A run that diverged has not failed: it is a result. One
+    whose process dies twice has failed, and the others go on.
     """
-    context = multiprocessing.get_context("spawn")
-    records = context.Queue()
-    pool = ProcessPoolExecutor(processes, context, workers.begin, (records,))
-    with workers.terminable(), Board(jobs, processes) as board, workers.guarded(pool):
-        futures = {pool.submit(_work, job, command): job for job in jobs}
-        seen: set[Any] = set()
+    with (
+        workers.terminable(),
+        Board(jobs, processes) as board,
+        Crew(processes, board.say) as crew,
+    ):
+        futures = {crew.submit(_work, job, command): job for job in jobs}
+        ended: dict[str, str] = {}
         try:
-            with workers.watched(pool):
-                while any(not future.done() for future in futures):
-                    _drain(records, board)
-                    _finish(futures, board)
-                    workers.check(seen)
+            with watched(crew):
+                while futures:
+                    done = [future for future in futures if future.done()]
+                    _drain(crew.records, board)  # all that those have told, and more
+                    for future in done:
+                        job = futures.pop(future)
+                        ended[job.name] = _finish(future, job, board)
         except KeyboardInterrupt:
             board.say("stopping: runs in progress are saved")
-            workers.stop(pool)
+            stop(crew)
             return None
-        _drain(records, board)
-        _finish(futures, board)
-        pool.shutdown()
-        if any(future.result() == "stopped" for future in futures):
+        if "stopped" in ended.values():
             return None
         return {
-            job.name: future.result().removeprefix(FAILED)
-            for future, job in futures.items()
-            if future.result().startswith(FAILED)
+            name: status.removeprefix(FAILED)
+            for name, status in ended.items()
+            if status.startswith(FAILED)
         }
 
 
@@ -106,13 +107,16 @@ def _drain(records: Any, board: Board) -> None:
             return
 
 
-def _finish(futures: dict[Future[str], Job], board: Board) -> None:
-    for future, job in futures.items():
-        if future.done() and not future.cancelled():
-            try:
-                board.finish(job.name, future.result())
-            except LabError as error:
-                raise LabError(f"{job.name}: {error}") from error
+def _finish(future: Future[str], job: Job, board: Board) -> str:
+    """How a run ended."""
+    try:
+        status = future.result()
+    except WorkerDied as error:
+        status = f"{FAILED}{error}"
+    except LabError as error:
+        raise LabError(f"{job.name}: {error}") from error
+    board.finish(job.name, status)
+    return status
 
 
 class Board(Shown):

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import shlex
 import shutil
 import sys
 import time
 from collections.abc import Collection, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mars.lab import arguments, findings, search, tasks, workers
 from mars.lab.config import Run
+from mars.lab.crew import Crew, WorkerDied, stop, watched
 from mars.lab.errors import LabError
 from mars.lab.findings import Findings
 from mars.lab.hardware import choose_device
@@ -130,14 +130,13 @@ class Search:
         """Run trials until there are enough; False if somebody stopped it."""
         self.findings.write(self.study)
         stopped = False
-        with workers.terminable(), self._executor() as pool, workers.guarded(pool):
-            seen: set[Any] = set()
+        with workers.terminable(), self._executor() as pool:
             try:
-                with workers.watched(pool):
+                with watched(pool):
                     while self._fill(pool, stopped):
                         for future in wait(self.active, 1.0, FIRST_COMPLETED).done:
-                            stopped |= self._end(self.active.pop(future), future.result())
-                        workers.check(seen)
+                            trial = self.active.pop(future)
+                            stopped |= self._end(trial, self._how(trial, future))
             except KeyboardInterrupt:
                 stopped = True
                 self._stop(pool)
@@ -148,13 +147,19 @@ class Search:
     def _executor(self) -> Executor:
         if self.jobs == 1:
             return _Here()
-        context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(self.jobs, context, workers.begin)
+        return Crew(self.jobs)
+
+    def _how(self, trial: optuna.Trial, future: Future[Ended]) -> Ended:
+        try:
+            return future.result()
+        except WorkerDied as error:
+            text = f"trial-{trial.number:04d}: {error}; the same command goes on from here"
+            raise LabError(text) from error
 
     def _stop(self, pool: Executor) -> None:
         """Have runs in progress saved, and note what ended all the same."""
         sys.stderr.write("stopping: runs in progress are saved\n")
-        workers.stop(pool)
+        stop(pool)
         for future, trial in self.active.items():
             if future.done() and not future.cancelled() and future.exception() is None:
                 self._end(trial, future.result())

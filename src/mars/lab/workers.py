@@ -1,4 +1,7 @@
-"""Worker processes that answer signals: a run in progress is saved, the next is not begun."""
+"""In a worker process: tasks, one after the other, and answers to signals.
+
+A run in progress is saved, the next is not begun. The other end of the pipe is `crew`.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
-from concurrent.futures import Executor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +24,56 @@ import torch
 from mars.lab.config import Run
 from mars.lab.errors import Diverged, LabError, unexpected
 
-_asked: list[int] = []  # in a worker: signals that came while no run could answer them
-_busy = False  # in a worker: there is a run in progress
-_compiled: object = None  # in a worker: what its last run was compiled for
-_records: Any = None  # in a worker: the queue that records go to
-_stopped = False  # in a worker: somebody asked it to
+_asked: list[int] = []  # signals that came while no run could answer them
+_busy = False  # there is a run in progress
+_compiled: object = None  # what the last run was compiled for
+_pipe: Connection | None = None  # where tasks come from, and what is told goes
+_stopped = False  # somebody asked it to
 
 TOLD = ("kind", "step", "loss", "accuracy", "step_seconds")  # of a record
 
 
-def begin(records: Any = None) -> None:
-    """In a worker: keep a signal until there is a run that can answer it; end with the parent."""
-    global _records
-    _records = records
+class LostGpu(LabError):
+    """An earlier kernel failed: none will run in this process any more."""
+
+
+def serve(pipe: Connection) -> None:
+    """A worker's life: do what comes through the pipe, until it is closed."""
+    global _pipe
+    _pipe = pipe
+    begin()
+    while (answer := _next(pipe)) is not None:
+        try:
+            pipe.send(answer)
+        except ConnectionError:
+            return
+        except Exception as error:  # it cannot be pickled
+            pipe.send(("error", RuntimeError(f"{answer[1]!r}: {error}"), answer[2]))
+
+
+def _next(pipe: Connection) -> tuple[str, Any, str] | None:
+    """Do the next task: its result or its error; None if there will be no more."""
+    try:
+        task = pipe.recv()
+    except (EOFError, ConnectionError):
+        return None
+    except Exception as error:  # it is of a module that cannot be imported here, say
+        return "error", error, traceback.format_exc()
+    try:
+        return "result", task(), ""
+    except BaseException as error:  # whoever asked for it shall know
+        return "error", error, traceback.format_exc()
+
+
+def tell(what: object) -> None:
+    """Pass something on to who asked for the task."""
+    if _pipe is not None:
+        with suppress(ConnectionError):  # nobody is there any more: see _end_with_parent
+            _pipe.send(("record", what, ""))
+
+
+def begin() -> None:
+    """Keep a signal until there is a run that can answer it; end with the parent."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, lambda number, frame: _asked.append(number))
@@ -41,7 +81,7 @@ def begin(records: Any = None) -> None:
 
 
 def asked() -> bool:
-    """In a worker: has somebody asked to stop what it does?"""
+    """Has somebody asked to stop what is being done?"""
     return bool(_asked)
 
 
@@ -59,7 +99,7 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def at_work(run: Run) -> Iterator[None]:
-    """In a worker: around a run.
+    """Around a run.
 
     What was compiled for the last one serves a model of the same sizes as it is. For other sizes
     torch begins anew: it would count them as recompilations, and give up at the eighth.
@@ -80,14 +120,13 @@ def at_work(run: Run) -> Iterator[None]:
             gc.collect()
             try:
                 torch.cuda.empty_cache()
-            except RuntimeError as error:  # of an earlier kernel; none will run any more
+            except RuntimeError as error:
                 text = str(error).splitlines()[0]
-                again = "the same command goes on from here"
-                raise LabError(f"{text}: this process has lost the GPU; {again}") from error
+                raise LostGpu(f"{text}: its process has lost the GPU") from error
 
 
 def train_one(name: str, run: Run, command: str) -> tuple[str, str]:
-    """In a worker: train; how it ended (done, stopped, diverged, failed), and why.
+    """Train; how it ended (done, stopped, diverged, failed), and why.
 
     A run that fails is told, and does not stop the others.
     """
@@ -99,7 +138,7 @@ def train_one(name: str, run: Run, command: str) -> tuple[str, str]:
 
     def watch(record: dict[str, Any]) -> None:
         answer()
-        _records.put((name, {key: record.get(key) for key in TOLD}))
+        tell((name, {key: record.get(key) for key in TOLD}))
 
     with at_work(run):
         try:
@@ -136,49 +175,3 @@ def terminable() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def check(seen: set[Any]) -> None:
-    """Raise BrokenProcessPool if one of the workers seen before has died.
-
-    A pool looks after the workers it had when it last woke up: the death of one begun later goes
-    unnoticed until another has a result, which may be hours, or never.
-    """
-    alive = set(multiprocessing.active_children())
-    if seen - alive:
-        raise BrokenProcessPool
-    seen |= alive
-
-
-@contextmanager
-def guarded(pool: Executor) -> Iterator[None]:
-    """Whatever goes wrong meanwhile, nobody is left training: a second Ctrl-C, say, anywhere."""
-    try:
-        yield
-    except BaseException:
-        for worker in multiprocessing.active_children():
-            worker.kill()
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-
-
-@contextmanager
-def watched(pool: Executor) -> Iterator[None]:
-    """Around waiting for runs: what goes wrong, but for Ctrl-C, has those in progress saved."""
-    try:
-        yield
-    except KeyboardInterrupt:  # the caller's to answer
-        raise
-    except BrokenProcessPool as error:
-        stop(pool)
-        raise LabError("a worker died (memory?); the same command goes on from here") from error
-    except BaseException:  # a lost GPU or a full disk, say: nobody is left training
-        stop(pool)
-        raise
-
-
-def stop(pool: Executor) -> None:
-    """Have runs in progress saved, and wait for that."""
-    for worker in multiprocessing.active_children():
-        worker.terminate()  # a run in progress takes it for a question
-    pool.shutdown(wait=True, cancel_futures=True)

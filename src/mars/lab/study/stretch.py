@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import queue
 import shutil
 import time
 from collections.abc import Collection, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
 from mars.lab import workers
+from mars.lab.crew import Crew, WorkerDied, watched
 from mars.lab.hardware import choose_device
 from mars.lab.pool import cores, threads
 from mars.lab.report import units
@@ -43,6 +43,14 @@ def age() -> float:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, AttributeError, IndexError):
         return 0.0
+
+
+def _how(future: Future[Ended]) -> Ended:
+    """How a run ended; one whose process died twice has failed, and the others go on."""
+    try:
+        return future.result()
+    except WorkerDied as error:
+        return Ended(failed=str(error))
 
 
 class Stretch:
@@ -77,29 +85,24 @@ class Stretch:
         """Run until the time is up or nothing is wanted: what failed, or None if interrupted."""
         for result in self.results:  # a kill may have come between a result and this
             self._tidy(result)
-        context = multiprocessing.get_context("spawn")
-        records = context.Queue()
-        pool = ProcessPoolExecutor(self.most, context, workers.begin, (records,))
         with (
             workers.terminable(),
             Display(self.deadline) as self.display,
-            workers.guarded(pool),
+            Crew(self.most, self.display.say) as crew,
         ):
-            interrupted = self._run(pool, records)
-            self._stop(pool, "stopping" if interrupted else "the time is up")
+            interrupted = self._run(crew)
+            self._stop(crew, "stopping" if interrupted else "the time is up")
             failed = {f"{arm} lr {lr:g}": text for (arm, lr, _), text in self.failed.items()}
             return None if interrupted else failed
 
-    def _run(self, pool: ProcessPoolExecutor, records: Any) -> bool:
+    def _run(self, crew: Crew) -> bool:
         """Whether it was interrupted."""
-        seen: set[Any] = set()
         try:
-            with workers.watched(pool):
-                while self._fill(pool) and not self._late():
+            with watched(crew):
+                while self._fill(crew) and not self._late():
                     for future in wait(self.active, 0.3, FIRST_COMPLETED).done:
-                        self._end(self.active.pop(future), future.result())
-                    self._drain(records)
-                    workers.check(seen)
+                        self._end(self.active.pop(future), _how(future))
+                    self._drain(crew.records)
         except KeyboardInterrupt:
             return True
         return False
@@ -107,23 +110,20 @@ class Stretch:
     def _late(self) -> bool:
         return self.deadline is not None and time.monotonic() >= self.deadline
 
-    def _stop(self, pool: ProcessPoolExecutor, why: str) -> None:
+    def _stop(self, crew: Crew, why: str) -> None:
         """Have runs in progress saved, and note what ended all the same.
 
         One that does not answer, because it compiles, say, is ended: it has its last checkpoint.
         """
         if self.active:
             self.display.say(f"{why}: {len(self.active)} in progress, saved to be gone on with")
-            for child in multiprocessing.active_children():
-                child.terminate()  # a run in progress takes it for a question
+            crew.ask()
             if wait(self.active, max(1.0, 0.7 * self.margin)).not_done:
-                for child in multiprocessing.active_children():
-                    child.kill()
-            pool.shutdown(wait=True, cancel_futures=True)
+                crew.kill()
+            crew.shutdown(wait=True, cancel_futures=True)
         for future, want in self.active.items():
             if future.done() and not future.cancelled() and future.exception() is None:
                 self._end(want, future.result())
-        pool.shutdown()
 
     def _wanted(self) -> list[Wanted]:
         """What is wanted and not under way; what was begun on this machine first."""
@@ -132,7 +132,7 @@ class Stretch:
         runs = [want for want in runs if want.arm.label not in self.without]
         return sorted(runs, key=lambda w: not self._folder(w).exists())
 
-    def _fill(self, pool: ProcessPoolExecutor) -> bool:
+    def _fill(self, crew: Crew) -> bool:
         """Begin as many runs as there is room and time for; whether any is under way."""
         while len(self.active) < self.packing.slots:
             left = None if self.deadline is None else self.deadline - time.monotonic()
@@ -144,7 +144,7 @@ class Stretch:
             if want is None:
                 break
             order = self._order(want)
-            self.active[pool.submit(worker.attempt, order)] = want
+            self.active[crew.submit(worker.attempt, order)] = want
             self.readings = {name: [] for name in (*self.readings, want.name)}
             self.display.add(want.name, order.run.loop.steps)
         return bool(self.active)

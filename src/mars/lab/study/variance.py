@@ -10,11 +10,10 @@ by 1 − β₁ᵗ, as all optimizers of the family do.
 from __future__ import annotations
 
 import math
-import multiprocessing
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -25,6 +24,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from mars.lab import workers
 from mars.lab.config import Model
+from mars.lab.crew import Crew, stop
 from mars.lab.data import open_tokens
 from mars.lab.models import GPT
 from mars.rule.estimator import kappa, noise_ratio
@@ -242,18 +242,17 @@ def measure(
     """All rows. Trajectories that ``looks`` has are not followed again, and it gets the others;
     ``watch`` is told how many there are, of how many.
     """
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, workers.begin) as pool, workers.terminable():
+    with workers.terminable(), Crew(processes) as crew:
         try:
             left = [which for which in e.trajectories if which not in looks]
-            ordered = {pool.submit(_trajectory, e, *which): which for which in left}
+            ordered = {crew.submit(_trajectory, e, *which): which for which in left}
             for future in as_completed(ordered):
                 looks[ordered[future]] = future.result()
                 watch(sum(which in looks for which in e.trajectories), len(e.trajectories))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 sys.stderr.write("stopping: trajectories that are done are kept\n")
-            workers.stop(pool)
+            stop(crew)
             raise
     found: dict[tuple[float, int], list[Look]] = defaultdict(list)
     for which in e.trajectories:

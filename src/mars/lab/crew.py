@@ -1,0 +1,167 @@
+"""Worker processes, each at the end of a pipe of its own: one that dies takes nobody along.
+
+An executor of the standard library gives up every worker when one dies, and from Python 3.12 on it
+then waits for ever for those that answer SIGTERM in their own way, as ours do.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from mars.lab import workers
+from mars.lab.errors import LabError
+
+PATIENCE = 5.0  # seconds for a worker that is not needed any more to end
+
+
+class WorkerDied(LabError):
+    """The process of a task ended, or lost its GPU, before the task was done."""
+
+
+class _There(Exception):
+    """Where in a worker an error was raised."""
+
+
+class _Worker:
+    """A process, and the pipe to it."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=workers.serve, args=(theirs,))
+        self.process.start()
+        theirs.close()  # else nobody would notice here that the process is gone
+
+    def do(self, task: Callable[[], Any], tell: Callable[[Any], None]) -> Any:
+        """Have it done; what it tells on the way is passed on."""
+        try:
+            self.pipe.send(task)
+            kind, value, trace = self.pipe.recv()
+            while kind == "record":
+                tell(value)
+                kind, value, trace = self.pipe.recv()
+        except (EOFError, ConnectionError) as error:
+            self.process.join()
+            raise self._died() from error
+        if kind == "result":
+            return value
+        if isinstance(value, workers.LostGpu):
+            self.dismiss()
+            raise WorkerDied(str(value)) from value
+        if not isinstance(value, LabError):
+            value.__cause__ = _There(f"\n{trace}")
+        raise value
+
+    def _died(self) -> WorkerDied:
+        code = self.process.exitcode or 0
+        if code >= 0:
+            return WorkerDied(f"its process ended with status {code}")
+        why = " (memory?)" if -code == signal.SIGKILL else ""
+        return WorkerDied(f"its process was ended by {signal.Signals(-code).name}{why}")
+
+    def dismiss(self) -> None:
+        """It ends when its pipe does."""
+        self.pipe.close()
+        self.process.join(PATIENCE)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+class Crew(Executor):
+    """Does tasks in worker processes. One whose worker dies is begun again in a new one, once.
+
+    ``records`` is what tasks tell on the way (`workers.tell`). Leaving it by an error kills
+    whoever works: a second Ctrl-C, say, leaves nobody training.
+    """
+
+    def __init__(self, size: int, say: Callable[[str], object] = _say) -> None:
+        self.records: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._say = say
+        self._threads = ThreadPoolExecutor(size)  # each looks after one worker
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        self._workers: list[_Worker] = []
+        self._stopping = False
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return self._threads.submit(self._do, functools.partial(fn, *args, **kwargs))
+
+    def _do(self, task: Callable[[], Any]) -> Any:
+        try:
+            return self._worker().do(task, self.records.put)
+        except WorkerDied as error:
+            if self._stopping:
+                raise
+            self._say(f"a run is begun again: {error}")
+        return self._worker().do(task, self.records.put)
+
+    def _worker(self) -> _Worker:
+        """This thread's; a new one if it has none that lives."""
+        with self._lock:
+            if self._stopping:
+                raise WorkerDied("no worker is begun any more")
+            own: _Worker | None = getattr(self._own, "worker", None)
+            if own is None or not own.process.is_alive():
+                own = self._own.worker = _Worker()
+                self._workers.append(own)
+            return own
+
+    def ask(self) -> None:
+        """Ask all to end what they do: a run in progress is saved. No worker is begun any more."""
+        for worker in self._all():
+            worker.process.terminate()
+
+    def kill(self) -> None:
+        """End all at once."""
+        for worker in self._all():
+            worker.process.kill()
+
+    def _all(self) -> list[_Worker]:
+        with self._lock:
+            self._stopping = True
+            return self._workers
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._threads.shutdown(wait, cancel_futures=cancel_futures)
+        if wait:
+            for worker in self._workers:
+                worker.dismiss()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.kill()
+        self.shutdown(wait=kind is None, cancel_futures=kind is not None)
+
+
+def stop(crew: Executor) -> None:
+    """Have runs in progress saved, and wait for that."""
+    if isinstance(crew, Crew):
+        crew.ask()
+    crew.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def watched(crew: Executor) -> Iterator[None]:
+    """Around waiting for runs: what goes wrong, but for Ctrl-C, has those in progress saved."""
+    try:
+        yield
+    except KeyboardInterrupt:  # the caller's to answer
+        raise
+    except BaseException:  # a full disk, say: nobody is left training
+        stop(crew)
+        raise
