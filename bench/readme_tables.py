@@ -250,6 +250,20 @@ def arms(name: str) -> str:
     ])  # fmt: skip
 
 
+def every_rung(name: str) -> str:
+    """Mean loss at every rate that a study has tried, the best of each arm in bold."""
+    study = questions.find(name)
+    found = [lad for lad in ladders(study, Results(RESULTS / name).read()).values() if lad.losses]
+    tried = sorted({lr for ladder in found for lr in ladder.losses})
+    rows = []
+    for ladder in found:
+        means = {lr: spread(list(own.values())) for lr, own in ladder.losses.items()}
+        cells = [_bold(f"{m.mean:.3f}" if (m := means.get(lr)) else "", lr == ladder.best)
+                 for lr in tried]  # fmt: skip
+        rows.append([ladder.arm.label, *cells])
+    return table(["", *map(units.rate, tried)], rows)
+
+
 def to_adamw(name: str, base: str) -> str:
     """The arms of a study against the AdamW of another on the same batches, by seed."""
     study, other = questions.find(name), questions.find(base)
@@ -498,6 +512,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tiny-search": lambda: arms("tiny-search"),
     "tiny-scale": lambda: arms("tiny-scale"),
     "gpt2-small": lambda: scored("gpt2-small"),
+    "gpt2-small-rates": lambda: every_rung("gpt2-small-rates"),
     "settings": measured,
     "rates": rates,
 }

@@ -84,14 +84,16 @@ class Ladder:
         return self.best is not None and self._side(True)[0] and self._side(False)[0]
 
     def missing(self) -> list[float]:
-        """Rates to try next, until the best is bracketed or the ladder ends."""
+        """Rates to try next, until the best is bracketed or the ladder ends; of two, the one nearer
+        to the first guess before the other.
+        """
         if not self.losses:
             return [self.arm.rate(0), self.arm.rate(1)]
         if self.best is None:
             rungs = [self.arm.rung(min(self.losses)) - 1]
         else:
             rungs = self._side(True)[1] + self._side(False)[1]
-        rates = [self.arm.rate(rung) for rung in rungs if abs(rung) <= SPAN]
+        rates = [self.arm.rate(rung) for rung in sorted(rungs, key=abs) if abs(rung) <= SPAN]
         return [lr for lr in rates if lr not in self.losses]
 
     def rivals(self) -> list[float]:

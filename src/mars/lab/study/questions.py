@@ -60,6 +60,13 @@ def gpt2_small(optimizer: str) -> Run:
     return run.replace(optimizer={f: getattr(own, f) for f in own.__dataclass_fields__})
 
 
+def gpt2_small_short(optimizer: str) -> Run:
+    """A quarter of those steps, each as there: where rates can be searched."""
+    return gpt2_small(optimizer).replace(
+        schedule={"warmup_steps": 38}, loop={"steps": 384, "eval_every": 64}
+    )
+
+
 def gpt_tiny(optimizer: str) -> Run:
     """150 steps of a thousand bytes."""
     return recipes.make("gpt-tiny", optimizer).replace(
@@ -124,18 +131,18 @@ def batch_50m() -> Study:
 
 
 def gpt2_small_201m() -> Study:
-    """Question 5."""
+    """Question 5. Rates begin where gpt2-small-rates ends, as far as that has come."""
     return Study(
         name="gpt2-small",
         question="GPT-2 small, 201M tokens: what are the tuned optimizers worth?",
         prediction="MARS-AdamW ends 0.03 below a tuned AdamW, MARS-M 0.01 below a tuned Muon.",
         base=gpt2_small,
         arms=(
-            Arm(label="AdamW", optimizer="adamw", lr=2e-3),
-            Arm(label="Muon", optimizer="muon", lr=4e-3),
-            mars_adamw("MARS-AdamW", 2e-3),
-            Arm(label="MARS-M", optimizer="mars-m", lr=4e-3),
-            mars_adamw("MARS-AdamW, no clip, raw", 2e-3, options=LEAN),
+            Arm(label="AdamW", optimizer="adamw", lr=1e-3),
+            Arm(label="Muon", optimizer="muon", lr=8e-3),
+            mars_adamw("MARS-AdamW", 1e-3),
+            Arm(label="MARS-M", optimizer="mars-m", lr=8e-3),
+            mars_adamw("MARS-AdamW, no clip, raw", 1e-3, options=LEAN),
         ),
         comparisons=(
             lower("MARS-AdamW", "AdamW", 0.03),
@@ -144,6 +151,36 @@ def gpt2_small_201m() -> Study:
             lower("MARS-M", "AdamW", 0.03),
         ),
         keep_checkpoints=True,
+    )
+
+
+def gpt2_small_rates() -> Study:
+    """The rates of question 5: a ladder each takes minutes here, and hours with all tokens."""
+    return Study(
+        name="gpt2-small-rates",
+        question="GPT-2 small, 50M tokens: at which rate is each optimizer best, and what is it "
+        "worth there?",
+        prediction="Best rates are those of the 51M model, or a rung below. Muon and the matrix "
+        "types end 0.1 below AdamW, MARS-Shampoo 0.01 below Muon, MARS-AdamW below AdamW, MARS-M "
+        "where Muon does.",
+        base=gpt2_small_short,
+        arms=(
+            Arm(label="AdamW", optimizer="adamw", lr=1e-3),
+            Arm(label="Muon", optimizer="muon", lr=2e-3),
+            mars_adamw("MARS-AdamW", 1e-3),
+            Arm(label="MARS-M", optimizer="mars-m", lr=4e-3),
+            Arm(label="MARS-Shampoo", optimizer="mars-shampoo", lr=1.6e-2),
+            mars_adamw("MARS-AdamW, no clip, raw", 1e-3, options=LEAN),
+        ),
+        comparisons=(
+            lower("Muon", "AdamW", 0.1),
+            lower("MARS-AdamW", "AdamW"),
+            lower("MARS-AdamW, no clip, raw", "AdamW"),
+            lower("MARS-M", "AdamW", 0.1),
+            within("MARS-M", "Muon", 0.01),
+            lower("MARS-Shampoo", "AdamW", 0.1),
+            lower("MARS-Shampoo", "Muon", 0.01),
+        ),
     )
 
 
@@ -212,6 +249,7 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "search-50m": search_50m,
     "scale-50m": scale_50m,
     "gpt2-small": gpt2_small_201m,
+    "gpt2-small-rates": gpt2_small_rates,
     "tiny-optimizers": tiny_optimizers,
     "tiny-correction": tiny_correction,
     "tiny-clip": tiny_clip,
