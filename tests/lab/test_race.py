@@ -325,7 +325,7 @@ def test_a_race_from_the_command_line(tmp_path: Path, capsys: Capture) -> None:
     path.write_text(json.dumps({**to_json(run(tmp_path / "unused", steps=8)), "recipe": "mini"}))
     words = [
         "race", str(path), "--optimizers", "adamw", "mars-adamw", "--seeds", "2", "--jobs", "2",
-        "--keep.out", str(tmp_path / "race"),
+        "--out", str(tmp_path / "race"),
     ]  # fmt: skip
     assert main(words) == 0
     captured = capsys.readouterr()

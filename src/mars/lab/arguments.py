@@ -110,8 +110,9 @@ def _one_line(box: str) -> str:
 
 
 def shorthands(words: list[str]) -> list[str]:
-    """``--optimizer NAME`` means ``--optimizer.name NAME``; options may be NAME=VALUE too."""
-    words = [re.sub(r"^--optimizer(?==|$)", "--optimizer.name", word) for word in words]
+    """What may be said in fewer words: ``--optimizer NAME``, ``--out DIR``, options NAME=VALUE."""
+    for short, field in (("optimizer", "optimizer.name"), ("out", "keep.out")):
+        words = [re.sub(rf"^--{short}(?==|$)", f"--{field}", word) for word in words]
     found: list[str] = []
     option = ""
     for word in words:

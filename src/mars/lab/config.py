@@ -194,7 +194,7 @@ class Keep:
     """What is kept on disk."""
 
     out: str | None = None
-    """Run directory; by default runs/RECIPE-OPTIMIZER-sSEED."""
+    """Run directory, or --out for short; by default runs/RECIPE-OPTIMIZER-sSEED."""
     save_every: int | None = 1000
     """Steps between checkpoints; there is one at the end and on Ctrl-C too. None: not a single one,
     for the many runs of a study."""

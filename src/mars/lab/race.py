@@ -56,7 +56,7 @@ def race_command(words: list[str]) -> int:
     about = (
         f"Race optimizers on {recipe}. What you override counts for all of them; else each has "
         "its own tuned settings. The first word may be another recipe (`mars train --help` lists "
-        "them). Results go to keep.out, by default runs/race-RECIPE."
+        "them). Results go to --out, by default runs/race-RECIPE."
     )
     args = arguments.parse(RaceArgs, words, f"mars race {recipe}", about, default)
     return race(args, base, arguments.asked(words, args), command)

@@ -45,8 +45,6 @@ class TuneArgs(Run):
     """Trials at the same time; by default up to one a core on a CPU, one on a GPU."""
     checkpoints: bool = False
     """Keep checkpoints of all trials; by default those of the best."""
-    out: str | None = None
-    """Where the search is kept; by default runs/tune-RECIPE-OPTIMIZER."""
 
 
 def tune_command(words: list[str]) -> int:
@@ -59,13 +57,14 @@ def tune_command(words: list[str]) -> int:
     default = arguments.with_defaults(TuneArgs, base)
     about = (
         f"Search settings of an optimizer on {recipe}, around those of the recipe. Every field "
-        "can be overridden. The same command goes on with a search that was interrupted."
+        "can be overridden. The same command goes on with a search that was interrupted. It is "
+        "kept in --out, by default runs/tune-RECIPE-OPTIMIZER."
     )
     args = arguments.parse(TuneArgs, words, f"mars tune {recipe}", about, default)
     args = arguments.fitted(args, base)
     moved = args.keep.out if args.keep.out != base.keep.out else None
     name = args.optimizer.name.replace(":", ".")
-    directory = Path(args.out or moved or f"runs/tune-{base.recipe}-{name}")
+    directory = Path(moved or f"runs/tune-{base.recipe}-{name}")
     return tune(args, directory, command)
 
 
