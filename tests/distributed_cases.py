@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import warnings
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -194,6 +195,29 @@ def summed_gradient() -> float:
                 optimizer.step()
         worst = max(furthest([p], [plain]), worst)
     return worst
+
+
+def exact_after_approximate() -> float:
+    """A gradient laid out otherwise than its parameter, in the step without correction."""
+    from torch.distributed.tensor import Partial
+
+    over, rank, world = mesh(dist.get_world_size()), dist.get_rank(), dist.get_world_size()
+    plain = nn.Parameter(torch.ones(4, 3, dtype=torch.float64))
+    p = nn.Parameter(distribute_tensor(plain.detach().clone(), over, [Shard(0)]))
+    both = [MARS([q], **OPTIONS) for q in (plain, p)]
+    for step in range(4):
+        total = torch.arange(12.0, dtype=torch.float64).view(4, 3) + step
+        own = total * (rank + 1) / sum(range(1, world + 1))
+
+        def closure(total=total, own=own) -> None:
+            plain.grad, p.grad = total.clone(), DTensor.from_local(own, over, [Partial()])
+
+        for optimizer in both:
+            optimizer.param_groups[0]["is_approx"] = step < 2
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that one step is taken without correction
+                optimizer.step(closure)
+    return furthest([p], [plain])
 
 
 def grad_norms(strategy: str) -> tuple[float, float]:

@@ -54,7 +54,7 @@ class Oracle:
         o = self.o
         if o["mars_type"] == "plain-adamw":
             return "adamw-own"
-        if x.ndim == 2 or (x.ndim > 2 and o["matrix_rule"] == "flatten"):
+        if x.ndim == 2 or (x.ndim > 2 and o["matrix_rule"] != "2d"):
             return str(o["mars_type"])
         if not o["optimize_1d"]:
             return "adamw-1d"
@@ -90,22 +90,28 @@ class Oracle:
         if hs is None:
             self.h = gs
 
+    def orthogonal(self, m, kind, b1):
+        o = self.o
+        rows, cols = m.shape
+        ns = (o["ns_steps"], o["ns_coefficients"])
+        if kind == "mars-shampoo":
+            scale = np.sqrt(max(1, rows / max(1, cols)))
+            return scale * newton_schulz(m / (1 - b1), *ns, o["eps"])
+        return 0.2 * np.sqrt(max(rows, cols)) * newton_schulz(m, *ns, 1e-7)
+
     def move(self, i, x, c, g, kind, b1, b2, lr, decay):
         o, t = self.o, self.t
         self.m[i] = m = b1 * self.m[i] + (1 - b1) * c
         if kind == "mars-lion":
             u = np.sign(m)
         elif kind in ("mars-shampoo", "mars-m"):
-            flat = m.reshape(m.shape[0], int(np.prod(m.shape[1:])))
-            rows, cols = flat.shape
-            ns = (o["ns_steps"], o["ns_coefficients"])
-            if kind == "mars-shampoo":
-                u = np.sqrt(max(1, rows / max(1, cols))) * newton_schulz(
-                    flat / (1 - b1), *ns, o["eps"]
-                )
+            if o["matrix_rule"] == "stack":
+                u = np.zeros_like(m)
+                for place in np.ndindex(m.shape[:-2]):
+                    u[place] = self.orthogonal(m[place], kind, b1)
             else:
-                u = 0.2 * np.sqrt(max(rows, cols)) * newton_schulz(flat, *ns, 1e-7)
-            u = u.reshape(m.shape)
+                flat = m.reshape(m.shape[0], int(np.prod(m.shape[1:])))
+                u = self.orthogonal(flat, kind, b1).reshape(m.shape)
         else:
             square = g if o["second_moment"] == "raw" else c
             self.v[i] = b2 * self.v[i] + (1 - b2) * square**2

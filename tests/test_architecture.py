@@ -19,7 +19,7 @@ LINES = (
     "engines options sharding",
     "state",
     "exchange dispatch clipping exact groups loading schedules",
-    "plan",
+    "plan advice",
     "collect",
     "optimizer",
     "convert diagnostics explain",

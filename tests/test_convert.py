@@ -207,3 +207,11 @@ def test_a_scheduler_that_stays_behind_is_said(caplog) -> None:
 def test_a_rate_of_zero_is_shown_as_it_is(capsys) -> None:
     MARS.from_adamw(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3, 3))], lr=0.0))
     assert "0 -> 0" in capsys.readouterr().out
+
+
+def test_a_differentiable_adamw_is_taken_over() -> None:
+    p = torch.nn.Parameter(torch.ones(2, 2))
+    adamw = torch.optim.AdamW([p], differentiable=True)
+    optimizer = MARS.from_adamw(adamw, verbose=False)
+    assert optimizer.defaults["differentiable"]
+    assert optimizer.param_groups[0]["differentiable"]

@@ -22,7 +22,7 @@ import distributed_cases
 from mars import MARS
 from mars.rule import KINDS
 from mars.sharding import Ranks as Spread
-from mars.sharding import blocks, flops, owners, rounds
+from mars.sharding import block, flops, owners, rounds
 from ranks import Ranks
 
 CASES = "distributed_cases"
@@ -100,9 +100,10 @@ def test_the_table_can_fail(two: Ranks) -> None:
 @pytest.mark.parametrize("kind", ["mars-adamw", "mars-shampoo", "mars-m"])
 def test_every_cut(kind: str, shape: tuple, placements: tuple, two: Ranks) -> None:
     """Uneven, empty, by columns, and tensors of more dimensions."""
-    options = {"mars_type": kind, "matrix_rule": "flatten"}
-    for difference in two.run(CASES, "given_gradients", placements, shape, options, (2,)):
-        assert difference < TOLERANCE
+    for rule in ("flatten", "stack"):
+        options = {"mars_type": kind, "matrix_rule": rule}
+        for difference in two.run(CASES, "given_gradients", placements, shape, options, (2,)):
+            assert difference < TOLERANCE, rule
 
 
 def test_four_ranks() -> None:
@@ -125,6 +126,10 @@ def test_four_ranks() -> None:
 
 def test_a_gradient_that_is_a_sum_over_ranks(two: Ranks) -> None:
     assert max(two.run(CASES, "summed_gradient")) < TOLERANCE
+
+
+def test_an_exact_step_after_approximate_ones(two: Ranks) -> None:
+    assert max(two.run(CASES, "exact_after_approximate")) < TOLERANCE
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero"])
@@ -266,10 +271,12 @@ def test_rounds_cover_an_owners_work(costs: tuple, ranks: int, count: int) -> No
 @settings(max_examples=60)
 def test_blocks_are_those_of_torch(length: int, ranks: int) -> None:
     parts = [len(part) for part in torch.zeros(length).chunk(ranks)] if length else []
-    assert blocks(length, ranks) == parts + [0] * (ranks - len(parts))
+    own = [block(length, ranks, rank) for rank in range(ranks)]
+    assert own == parts + [0] * (ranks - len(parts))
 
 
 def test_the_count_of_operations() -> None:
     """Of the products that the iteration is made of, on the short side."""
     assert flops("mars-m", (4, 3), 5) == 5 * (2 * (3 * 3 * 4) * 2 + 2 * 27)
-    assert flops("mars-shampoo", (3, 2, 2), 1) == 2 * (3 * 3 * 4) * 3
+    assert flops("mars-shampoo", (3, 4), 1) == 2 * (3 * 3 * 4) * 3
+    assert flops("mars-shampoo", (5, 3, 4), 1) == 5 * flops("mars-shampoo", (3, 4), 1)  # a stack

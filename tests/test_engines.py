@@ -17,7 +17,20 @@ from mars.rule.halves import join
 from mars.state import LOW_HALF
 from oracle import Oracle
 
-SHAPES = [(), (1,), (7,), (12, 5), (5, 12), (6, 6), (1, 4), (3, 4, 2, 2), (0,), (0, 3), (3, 0)]
+SHAPES = [
+    (),
+    (1,),
+    (7,),
+    (12, 5),
+    (5, 12),
+    (6, 6),
+    (1, 4),
+    (3, 4, 2, 2),
+    (2, 5, 3),
+    (0,),
+    (0, 3),
+    (3, 0),
+]
 
 OPTIONS = {
     "default": {},
@@ -34,6 +47,7 @@ OPTIONS = {
     "1d": {"optimize_1d": True, "weight_decay": 0.1},
     "1d options": {"lr": 6e-3, "lr_1d": 1e-3, "betas_1d": (0.8, 0.9)},
     "flatten": {"matrix_rule": "flatten"},
+    "stack": {"matrix_rule": "stack"},
     "flatten, 1d": {"matrix_rule": "flatten", "optimize_1d": True},
     "polar express": {"ns_coefficients": "polar-express", "ns_steps": 7},
     "exact": {"is_approx": False, "gamma": 0.3},

@@ -42,7 +42,7 @@ def weight() -> nn.Parameter:
         ({"mars_type": "adam"}, "Invalid mars_type: 'adam'.*'mars-adamw', 'mars-lion'"),
         ({"clip": 1.0}, r"Invalid clip \(the norm is always 1\): 1.0.*'tensor', 'global', None"),
         ({"second_moment": "c"}, "Invalid second_moment: 'c'.*'corrected', 'raw'"),
-        ({"matrix_rule": "4d"}, "Invalid matrix_rule: '4d'.*'2d', 'flatten'"),
+        ({"matrix_rule": "4d"}, "Invalid matrix_rule: '4d'.*'2d', 'flatten', 'stack'"),
         ({"ns_steps": 0}, "Invalid ns_steps: 0.*at least 1"),
         ({"ns_steps": 2.5}, "Invalid ns_steps: 2.5"),
         ({"ns_coefficients": "cubic"}, "Invalid ns_coefficients: 'cubic'.*'polar-express'"),
@@ -319,3 +319,29 @@ def test_what_is_no_mars_and_no_state_dict() -> None:
         mars.explain(torch.optim.AdamW([p]))
     with pytest.raises(TypeError, match="takes a state dict, not NoneType"):
         MARS([p]).load_state_dict(None)
+
+
+@pytest.mark.parametrize("name", ["lr", "gamma", "weight_decay", "lr_1d"])
+def test_a_number_that_becomes_none_is_named_before_anything_moves(name: str) -> None:
+    params = [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+    optimizer = MARS([{"params": [p]} for p in params])
+    for p in params:
+        p.grad = torch.ones(2, 2)
+    optimizer.param_groups[1][name] = None
+    with pytest.raises(ValueError, match=f"Invalid .*: None \\({name}"):
+        optimizer.step()
+    assert all(torch.equal(p, torch.ones(2, 2)) for p in params)
+
+
+def test_groups_taken_out_and_added_are_not_mistaken_for_each_other() -> None:
+    params = [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(3)]
+    kinds = ["mars-adamw", "plain-adamw", "mars-lion"]
+    groups = [{"params": [p], "mars_type": k} for p, k in zip(params, kinds, strict=True)]
+    optimizer = MARS(groups[:2])
+    for p in params:
+        p.grad = torch.ones(2, 2)
+    optimizer.step()
+    del optimizer.param_groups[0]
+    optimizer.add_param_group(groups[2])
+    optimizer.step()
+    assert not torch.equal(params[2], torch.ones(2, 2))

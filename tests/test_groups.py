@@ -397,3 +397,80 @@ def test_the_table_prints_the_decay_of_vectors_that_mars_trains() -> None:
     model.bias.grad = torch.zeros(4)
     optimizer.step()
     torch.testing.assert_close(model.bias.detach(), 0.9 * before)
+
+
+class Wrapper(nn.Module):
+    """As Lightning's modules are: they hold a model and little else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+class Odd(nn.Module):
+    """Names that tell nothing, or only at the top."""
+
+    def __init__(self, head: str) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(50, 8)
+        self.place = nn.Embedding(16, 8)
+        self.mid = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 16)])
+        setattr(self, head, nn.Linear(8, 50))
+
+
+@pytest.mark.parametrize("head", ["output", "to_logits", "fc_out", "generator"])
+@pytest.mark.parametrize("wrappers", [0, 1, 2])
+def test_a_head_of_any_name_is_one_and_so_it_is_in_a_wrapper(head: str, wrappers: int) -> None:
+    model: nn.Module = Odd(head)
+    for _ in range(wrappers):
+        model = Wrapper(model)
+    groups = mars.param_groups(model, mars_type="mars-shampoo")
+    bare = {
+        name.removeprefix("model." * wrappers): g["name"] for name, g in by_name(groups).items()
+    }
+    assert bare[f"{head}.weight"] == "head"
+    # Of the shape of a table, but of another than the largest.
+    assert all(bare[f"mid.{i}.weight"] == "matrices" for i in range(3))
+    assert bare["tok.weight"] == bare["place.weight"] == "embeddings"
+
+
+def test_two_matrices_of_the_shape_of_the_largest_table_are_hidden_ones() -> None:
+    model = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 32))
+    groups = by_name(mars.param_groups(model, mars_type="mars-m"))
+    assert {groups[f"{i}.weight"]["name"] for i in (1, 2, 3)} == {"matrices"}
+
+
+def test_a_layer_alone_keeps_its_name() -> None:
+    groups = by_name(mars.param_groups(nn.ModuleDict({"fc": nn.Linear(4, 2)}), mars_type="mars-m"))
+    assert groups["fc.weight"]["name"] == "head"
+
+
+def test_experts_in_a_stack_are_matrices_if_one_says_so() -> None:
+    model = nn.Module()
+    model.experts = nn.Parameter(torch.randn(3, 4, 6))
+    model.router = nn.Linear(4, 3, bias=False)
+    routes = [("router", "adamw")]
+    groups = mars.param_groups(model, mars_type="mars-m", matrix_rule="stack", routes=routes)
+    assert by_name(groups)["experts"]["mars_type"] == "mars-m"
+    assert by_name(groups)["router.weight"]["mars_type"] == "plain-adamw"
+    apart = [nn.Parameter(expert.clone()) for expert in model.experts.detach()]
+    one = MARS([model.experts], mars_type="mars-m", matrix_rule="stack", clip=None, foreach=False)
+    many = MARS(apart, mars_type="mars-m", clip=None, foreach=False)
+    for _ in range(3):
+        model.experts.grad = torch.randn(3, 4, 6)
+        for p, g in zip(apart, model.experts.grad, strict=True):
+            p.grad = g
+        one.step()
+        many.step()
+    assert torch.equal(model.experts.detach(), torch.stack([p.detach() for p in apart]))
+
+
+def test_frozen_parameters_are_shown_as_such() -> None:
+    model = nn.Linear(4, 2)
+    model.weight.requires_grad_(False)
+    assert "mars-adamw, if not frozen" in str(mars.param_groups(model))
+
+
+def test_a_dict_of_parameters_is_told_from_pairs() -> None:
+    with pytest.raises(TypeError, match=r"it got a dict: give its \.items\(\)"):
+        mars.param_groups(dict(nn.Linear(4, 2).named_parameters()))

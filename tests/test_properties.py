@@ -31,7 +31,7 @@ options = st.fixed_dictionaries(
         "optimize_1d": st.booleans(),
         "clip": st.sampled_from(["tensor", "global", None]),
         "second_moment": st.sampled_from(["corrected", "raw"]),
-        "matrix_rule": st.sampled_from(["2d", "flatten"]),
+        "matrix_rule": st.sampled_from(["2d", "flatten", "stack"]),
         "ns_steps": st.integers(1, 6),
         "ns_coefficients": st.sampled_from(list(COEFFICIENTS)),
     }

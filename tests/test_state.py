@@ -879,3 +879,38 @@ def test_options_that_a_state_dict_brings_are_told(caplog: pytest.LogCaptureFixt
     caplog.clear()
     other.load_state_dict(optimizer.state_dict())
     assert not caplog.messages
+
+
+def test_every_option_that_loading_changes_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Who resumes with other options would believe to have them."""
+    x = torch.nn.Parameter(torch.ones(3, 2))
+    saved = MARS([x], lr=1e-3, lr_1d=1e-3).state_dict()
+    other = {"clip": None, "second_moment": "raw", "matrix_rule": "flatten", "optimize_1d": True}
+    MARS([x], lr=2e-3, betas=(0.9, 0.95), gamma=0.1, **other).load_state_dict(saved)
+    (told,) = caplog.messages
+    for name, value in other.items():
+        assert f"(it was {value!r})" in told, name
+    assert "lr=" not in told  # what schedulers move comes with the run
+    assert "gamma" not in told
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"clip": None, "second_moment": "raw"}, {"mars_type": "mars-lion", "clip": None}],
+)
+def test_the_state_of_torch_s_adamw_is_refused_by_types_that_cannot_go_on_with_it(
+    options: dict, trained: bool
+) -> None:
+    layer = torch.nn.Linear(3, 2)
+    adamw = torch.optim.AdamW(layer.parameters(), lr=1e-4, weight_decay=0.0)
+    optimizer = MARS(layer.parameters(), lr=2e-3, lr_1d=2e-3, weight_decay=0.1, **options)
+    layer(torch.ones(4, 3)).sum().backward()
+    if trained:
+        adamw.step()
+    before = optimizer.state_dict()["param_groups"]
+    with pytest.raises(
+        ValueError, match=r"no options of MARS: it was saved by another .*from_adamw"
+    ):
+        optimizer.load_state_dict(adamw.state_dict())
+    assert optimizer.state_dict()["param_groups"] == before

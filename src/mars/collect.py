@@ -23,8 +23,8 @@ from mars.dispatch import (
 )
 from mars.engines import CELLS, COLUMNS, Batch, foreach
 from mars.plan import Plan
-from mars.rule import KINDS
-from mars.sharding import Ranks, flops, matrix_shape
+from mars.rule import KINDS, matrix_shape
+from mars.sharding import Ranks, flops
 
 if TYPE_CHECKING:
     from mars.optimizer import MARS
@@ -81,6 +81,8 @@ def _batches(
     """All batches, each with its engine, and the parameters of each: all planned, or none."""
     batches: list[tuple[Batch, str]] = []
     members: list[list[Tensor]] = []
+    if not torch.compiler.is_compiling():  # which would compile anew for other gradients
+        _part_gradients(optimizer)
     for index, group in enumerate(optimizer.param_groups):
         columns: list[list[Any]] = [[] for _ in COLUMNS]
         kinds: list[str] = []
@@ -106,6 +108,16 @@ def _batches(
     for batch, _ in batches:
         batch.view_complex_as_real()
     return batches, members
+
+
+def _part_gradients(optimizer: MARS) -> None:
+    """Two parameters may have one tensor for a gradient; not for a last gradient."""
+    seen: set[int] = set()
+    for group in optimizer.param_groups:
+        for p in group["params"] if group["consume_grads"] else ():
+            if p.grad is not None and id(p.grad) in seen:
+                p.grad = p.grad.clone()
+            seen.add(id(p.grad))
 
 
 def _unfused(optimizer: MARS, batch: Batch, name: str) -> tuple[Batch, str]:
@@ -176,7 +188,7 @@ def _sent(travellers: list[tuple[Batch, Tensor | None]], ranks: Ranks) -> Callab
     def finish() -> None:
         arrive()
         for batch, own in zip(batches, jobs, strict=True):
-            shapes = [matrix_shape(job.shape) for job in own]
+            shapes = [job.matrix for job in own]
             foreach.finish(batch, foreach.scaled(batch, [job.arrived() for job in own], shapes))
 
     return finish
@@ -192,8 +204,9 @@ def _jobs(batch: Batch, m: list[Tensor]) -> list[exchange.Job]:
     for i, part in enumerate(m):
         layout = batch.layouts[i] if batch.layouts else None
         shape = tuple(part.shape) if layout is None else layout.shape
-        cost = flops(batch.kind, shape, batch.k.ns.steps)
-        jobs.append(exchange.Job(part, shape, layout, cost, solve, there, back))
+        matrix = matrix_shape(shape, batch.k.stacked)
+        cost = flops(batch.kind, matrix, batch.k.ns.steps)
+        jobs.append(exchange.Job(part, shape, matrix, layout, cost, solve, there, back))
     return jobs
 
 

@@ -68,8 +68,11 @@ def from_adamw(
     for name in ("lr", "weight_decay", "lr_1d", "weight_decay_1d", "betas_1d"):
         if name in options:
             raise TypeError(
-                f"from_adamw chooses {name!r}; change it afterwards in optimizer.param_groups"
+                f"from_adamw chooses {name!r}; change it afterwards in optimizer.param_groups (an "
+                "lr moves all rates in proportion; lr_1d is the rate of vectors at lr = base_lr)"
             )
+    if any(group["differentiable"] for group in optimizer.param_groups):
+        options.setdefault("differentiable", True)
     # A throw-away MARS validates the options and fills in the defaults.
     settings = make([{"params": []}], **options).defaults
     if optimizer.state:

@@ -205,6 +205,8 @@ class Diagnosis:
         head = ("group", "steps", "tensors", "clipped", "|c|", "cos(g, h)", "update RMS",
                 "Var(c)/Var(g)", "if independent")  # fmt: skip
         rows = [head]
+        if not self._steps:
+            return "no step was observed: take some within `with mars.diagnose(optimizer) as d:`"
         for r in self.readings:
             rows.append((
                 r.name, str(r.steps), str(r.tensors),

@@ -25,7 +25,8 @@ Group = dict[str, Any]
 logger = logging.getLogger("mars")
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NOT_CONTIGUOUS = "not contiguous"
+NOT_CONTIGUOUS, STACK = "not contiguous", "a stack of matrices"
+LEFT_OUT = (NOT_CONTIGUOUS, STACK)  # foreach steps these beside what is fused
 
 
 def engine_for(group: Group, params: list[Tensor]) -> str:
@@ -85,8 +86,11 @@ def why_not_fused(group: Group, p: Tensor, ranks: Ranks = ALONE) -> str | None:
         return reason
     if type(p.data) is not Tensor:
         return f"a {type(p.data).__name__}"
-    if ranks.replicate and KINDS[kind_of(p, group)].matrix:
-        return "ranks share Newton–Schulz"
+    if KINDS[kind_of(p, group)].matrix:
+        if ranks.replicate:
+            return "ranks share Newton–Schulz"
+        if p.ndim > 2 and group["matrix_rule"] == "stack":
+            return STACK
     if ranks.partition and shares_norm(group, p):
         return "a norm over the tensors of all ranks"
     if p.dtype not in FUSED_DTYPES:
@@ -125,7 +129,7 @@ def _on_device(value: Scalar, x: Tensor) -> Scalar:
     """A tensor option as a 0-d tensor beside x (a copy to a GPU does not wait); a float as is."""
     if not isinstance(value, Tensor):
         return value
-    return value.reshape(()).to(x.device, non_blocking=True)
+    return value.reshape(()).to(x.device, non_blocking=x.device.type != "cpu")
 
 
 def _for_kernel(value: Scalar, x: Tensor) -> Scalar:
@@ -161,6 +165,7 @@ def set_numbers(batch: Batch, group: Group, x: Tensor, fused: bool) -> None:
         clip=group["clip"],
         maximize=group["maximize"],
         raw=group["second_moment"] == "raw",
+        stacked=group["matrix_rule"] == "stack",
         ns=NewtonSchulz(group["ns_steps"], group["ns_coefficients"], group["ns_dtype"]),
     )
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mars.rule import KINDS
-from mars.sharding import Layout, Ranks, blocks, flops, layout_of, matrix_shape, owners, rounds
+from mars.rule import KINDS, matrix_shape
+from mars.sharding import Layout, Ranks, block, flops, layout_of, owners, rounds
 from mars.state import kind_of
 from mars.table import format_table
 
@@ -32,10 +32,11 @@ Solve = Callable[[list[Tensor]], list[Tensor]]
 
 @dataclass
 class Job:
-    """One matrix: the part here, what it is a part of, and what is to be done to the whole."""
+    """One matrix or stack: the part here, what it is a part of, and what is done to the whole."""
 
     part: Tensor
     shape: tuple[int, ...]
+    matrix: tuple[int, ...]  # the shape in which it is one
     layout: Layout | None  # None: all of it is here
     cost: int
     solve: Solve  # takes and returns a list of whole matrices; shared by a batch
@@ -51,7 +52,7 @@ class Job:
         assert self.layout is not None
         dim = self.layout.dim
         assert dim is not None
-        size = blocks(self.shape[dim], self.layout.mesh.size(self.layout.cut[0]))[rank]
+        size = block(self.shape[dim], self.layout.mesh.size(self.layout.cut[0]), rank)
         return (*self.shape[:dim], size, *self.shape[dim + 1 :])
 
 
@@ -98,8 +99,9 @@ def plan_text(groups: Sequence[Mapping[str, Any]], ranks: Ranks) -> str:
             shape = tuple(p.shape) if layout is None else layout.shape
             owned = layout is None or layout.dim is not None
             cells = (layout.groups[0] if layout else ranks.group) if owned else None
+            matrix = matrix_shape(shape, group["matrix_rule"] == "stack")
             ways.setdefault((owned, cells), []).append(
-                (name, shape, flops(kind, shape, group["ns_steps"]))
+                (name, shape, flops(kind, matrix, group["ns_steps"]))
             )
     return "\n\n".join(
         _table(found, dist.get_world_size(cells) if owned else 0)
@@ -208,9 +210,7 @@ class _Scattered:
         shapes = [shape for r in range(self.world) for shape in self._shapes(mine, r)]
         pieces = _unflat(received, shapes)
         return [
-            torch.cat(pieces[n :: len(mine)], self._dim(i)).reshape(
-                matrix_shape(self.jobs[i].shape)
-            )
+            torch.cat(pieces[n :: len(mine)], self._dim(i)).reshape(self.jobs[i].matrix)
             for n, i in enumerate(mine)
         ]
 
@@ -240,7 +240,7 @@ class _Shared:
 
     def finish(self) -> None:
         mine = [self.jobs[i] for i in self.own[self.rank]]
-        results = _solved(mine, [job.part.reshape(matrix_shape(job.shape)) for job in mine])
+        results = _solved(mine, [job.part.reshape(job.matrix) for job in mine])
         lengths = [sum(self.jobs[i].part.numel() for i in own) for own in self.own]
         longest = max(lengths)  # a gather wants equal lengths
         dtype, device = self.jobs[0].back, self.jobs[0].part.device
@@ -273,7 +273,7 @@ class _Everywhere:
                 job.part.contiguous(), layout.mesh, layout.placements, run_check=False,
                 shape=torch.Size(job.shape), stride=stride,
             ).full_tensor()  # fmt: skip
-            (result,) = job.solve([whole.reshape(matrix_shape(job.shape))])
+            (result,) = job.solve([whole.reshape(job.matrix)])
             copies = DTensor.from_local(
                 result.reshape(job.shape), layout.mesh, [Replicate()] * layout.mesh.ndim,
                 run_check=False,

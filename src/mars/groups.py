@@ -11,7 +11,6 @@ parameter  shape    count  group       trained by   lr     weight_decay
 
 from __future__ import annotations
 
-import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -19,12 +18,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mars.options import SMALLEST_BASE_LR, as_float, check_known, check_values, with_names
+from mars.options import as_float, check_known, check_values, with_names
 from mars.rule import KINDS
 from mars.state import kind_of
 from mars.table import format_table
-
-logger = logging.getLogger("mars")
 
 Destination = str | dict[str, Any]
 Route = tuple[str | Callable[[str, Tensor], bool], Destination]
@@ -43,73 +40,6 @@ _NUMBERED = re.compile(r"\.\d+\.")  # a layer of many
 _WRAPPED = re.compile(
     r"^(module\.)+|(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
-
-
-DEFAULT_LR_1D = 3e-3
-
-
-def warn(groups: Sequence[dict[str, Any]], lr: float, lr_1d: float, weight_decay: Any) -> None:
-    """Say what is allowed and hardly meant, of a new optimizer."""
-    _warn_about_vectors(groups, lr, lr_1d)
-    _warn_about_decay(groups, weight_decay)
-    _warn_about_tables(groups)
-
-
-def _warn_about_vectors(groups: Sequence[dict[str, Any]], lr: float, lr_1d: float) -> None:
-    """A small lr beside the default lr_1d is a trap: most people mean both."""
-    vectors = sum(
-        kind_of(p, group) != group["mars_type"] and not group["optimize_1d"]
-        for group in groups
-        for p in group["params"]
-        if group["lr_1d"] == lr_1d
-    )
-    if vectors and lr <= SMALLEST_BASE_LR:
-        logger.warning(
-            "lr_1d=%g is kept as a ratio to lr, which is %g: %d tensors that are no matrices will "
-            "be trained at whatever lr becomes. Begin with the lr that a scheduler shall scale",
-            lr_1d, lr, vectors,
-        )  # fmt: skip
-    elif vectors and lr_1d == DEFAULT_LR_1D and lr < lr_1d / 2:
-        logger.warning(
-            "lr=%g is for matrices. %d tensors that are none (biases, norms, convolutions) are "
-            "trained by AdamW at lr_1d=%g, %.3g times more: set lr_1d, or use MARS.from_adamw",
-            lr, vectors, lr_1d, lr_1d / lr,
-        )  # fmt: skip
-    elif vectors and lr_1d == DEFAULT_LR_1D and lr > lr_1d * 100:
-        logger.warning(
-            "lr=%g is for matrices. %d tensors that are none (biases, norms, convolutions) are "
-            "trained by AdamW at lr_1d=%g, and whatever lowers lr lowers that as well: set "
-            "lr_1d=%g too if a schedule brings lr down from there",
-            lr, vectors, lr_1d, lr,
-        )  # fmt: skip
-
-
-def _warn_about_decay(groups: Sequence[dict[str, Any]], weight_decay: Any) -> None:
-    """A weight_decay that no group has is a trap: Hugging Face's Trainer sets its own in each."""
-    own = [group["weight_decay"] for group in groups]
-    if isinstance(weight_decay, Tensor) or not weight_decay or weight_decay in own:
-        return
-    logger.warning(
-        "weight_decay=%g is used nowhere: every group sets its own (%s). Say it in the groups, or "
-        "in TrainingArguments of Hugging Face's Trainer (docs/trainers.md)",
-        weight_decay, ", ".join(f"{as_float(value):g}" for value in own),
-    )  # fmt: skip
-
-
-def _warn_about_tables(groups: Sequence[dict[str, Any]]) -> None:
-    """Orthogonal steps are for hidden matrices; where names are known, so is what is none."""
-    found = [
-        name
-        for group in groups
-        if "name" not in group  # else param_groups has asked
-        for name, p in zip(group.get("param_names", ()), group["params"], strict=False)
-        if KINDS[kind_of(p, group)].matrix and _is_table(name, p)
-    ]
-    if found:
-        logger.warning(
-            "%s: by its name an embedding, whose rows an orthogonal step would mix. "
-            "mars.param_groups leaves embeddings and the head to AdamW", ", ".join(found[:3]),
-        )  # fmt: skip
 
 
 class ParamGroups(list[dict[str, Any]]):
@@ -133,8 +63,9 @@ class ParamGroups(list[dict[str, Any]]):
                 if vectors:  # a group without decay is one for them, too
                     unsaid = decay if decay == 0 else "weight_decay_1d"
                     decay = group.get("weight_decay_1d", unsaid)
+                trained = kind if p.requires_grad else f"{kind}, if not frozen"
                 rows.append((
-                    name, str(tuple(p.shape)), f"{p.numel():,}", str(group["name"]), kind,
+                    name, str(tuple(p.shape)), f"{p.numel():,}", str(group["name"]), trained,
                     str(rate), str(decay),
                 ))  # fmt: skip
         return format_table(rows, right=(2,))
@@ -238,13 +169,18 @@ def param_groups(
         destinations["vectors"] = _of_adamw(destinations["vectors"])
     named = _named_parameters(model)
     tables = _embedding_tables(model)
+    bare = _bare_names([name for name, _ in named])
+    head_by_shape = _head_by_shape([p for _, p in named], tables)
     members: dict[str, list[tuple[str, Tensor]]] = {"matrices": []}
     seen: dict[Tensor, str] = {}
-    for name, p in named:
+    for (name, p), known in zip(named, bare, strict=True):
         if p in seen:
             raise ValueError(f"parameter {name!r} is also given as {seen[p]!r}")
         seen[p] = name
-        role = _role(name, p, routes, tables, options.get("matrix_rule", "2d"))
+        role: int | str | None = _route(name, p, routes)
+        if role is None:
+            role = _role(known, p, tables, options.get("matrix_rule", "2d"))
+            role = "head" if role == "matrices" and p is head_by_shape else role
         if isinstance(role, int):
             pattern, destination = routes[role]
             text = pattern if isinstance(pattern, str) else getattr(pattern, "__name__", "")
@@ -274,24 +210,54 @@ def _embedding_tables(model: object) -> set[Tensor]:
     return {module.weight for module in model.modules() if isinstance(module, kinds)}
 
 
-def _role(
-    name: str, p: Tensor, routes: Sequence[Route], tables: set[Tensor], matrix_rule: str
-) -> str | int:
-    """The first match: an index into routes, or one of the four usual roles."""
+def _bare_names(names: Sequence[str]) -> list[str]:
+    """Names as they are in the model itself: without what wraps it, as a module that holds nothing
+    but the model does (Lightning's, say).
+    """
+    bare = []
+    for name in names:
+        while (less := _WRAPPED.sub("", name)) != name:
+            name = less
+        bare.append(name)
+    paths = [name.split(".") for name in bare]
+    shared = 0
+    while all(len(p) > shared + 2 and p[shared] == paths[0][shared] for p in paths):
+        shared += 1
+    parts = {path[shared] for path in paths}
+    holds_a_model = len(parts) > 1 and not any(part.isdigit() for part in parts)
+    return [".".join(path[shared:]) for path in paths] if holds_a_model else bare
+
+
+def _head_by_shape(parameters: Sequence[Tensor], tables: set[Tensor]) -> Tensor | None:
+    """The only matrix that has the shape of the largest table, of more rows than columns: what it
+    is called is unknown, but it turns vectors into tokens.
+    """
+    largest = max(tables, key=lambda table: table.numel(), default=None)
+    if largest is None or largest.shape[0] <= largest.shape[1]:
+        return None
+    alike = [p for p in parameters if p.shape == largest.shape and p not in tables]
+    return alike[0] if len(alike) == 1 else None
+
+
+def _route(name: str, p: Tensor, routes: Sequence[Route]) -> int | None:
+    """The first of the user's routes that matches."""
     for i, (pattern, _) in enumerate(routes):
         if re.search(pattern, name) if isinstance(pattern, str) else pattern(name, p):
             return i
-    while (bare := _WRAPPED.sub("", name)) != name:
-        name = bare
+    return None
+
+
+def _role(name: str, p: Tensor, tables: set[Tensor], matrix_rule: str) -> str:
+    """One of the four usual ones, by the bare name and the shape."""
     shape = {"mars_type": "mars-adamw", "matrix_rule": matrix_rule, "optimize_1d": False}
-    if p in tables or _is_table(name, p):
+    if p in tables or is_table(name, p):
         return "embeddings"
     if kind_of(p, shape) != "mars-adamw":
         return "vectors"
     return "head" if _is_head(name) else "matrices"
 
 
-def _is_table(name: str, p: Tensor) -> bool:
+def is_table(name: str, p: Tensor) -> bool:
     """By the name of its module: what lies deeper in an "embedder" is a network of its own."""
     own = ".".join(name.split(".")[-2:])
     return p.ndim >= 2 and bool(_EMBEDDING.search(own) or _PATCHES.search(name))
@@ -355,6 +321,10 @@ def _check_routes(routes: object) -> None:
         _check_destination(f"route {pattern!r}", to)
 
 
+def _what(model: object, pair: object) -> str:
+    return "a dict: give its .items()" if isinstance(model, dict) else type(pair).__name__
+
+
 def _named_parameters(model: object) -> list[tuple[str, Tensor]]:
     given: Any = model.named_parameters() if isinstance(model, nn.Module) else model
     pairs: list[Any] = list(given) if isinstance(given, Iterable) else [given]
@@ -362,7 +332,7 @@ def _named_parameters(model: object) -> list[tuple[str, Tensor]]:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
             raise TypeError(
                 "param_groups takes a module or (name, parameter) pairs, such as "
-                f"model.named_parameters(); it got {type(pair).__name__}"
+                f"model.named_parameters(); it got {_what(model, pair)}"
             )
         if isinstance(pair[1], nn.parameter.UninitializedParameter):
             raise ValueError(f"{pair[0]} has no shape yet: run a forward pass before param_groups")

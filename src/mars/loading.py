@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mars.options import as_float, check_values
+from mars.options import PAIRS, SETTLED, as_float, check_values
 from mars.rule.formats import GROUP
 from mars.sharding import is_sharded
 from mars.state import EXPONENT, LATER, LOW_HALF, OURS, SHAPED, buffers, kind_of, new_buffer
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
 
 logger = logging.getLogger("mars")
+
+# Options that no scheduler moves and that are not of the machine: told if loading changes them.
+TOLD = tuple(
+    name
+    for name in SETTLED
+    if name not in (*PAIRS, "foreach", "fused", "capturable", "differentiable")
+)
 
 
 def save(optimizer: Optimizer, save_by_torch: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -106,7 +113,7 @@ def _tell(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     told = {
         f"{name}={saved[name]!r} (it was {group[name]!r})": None
         for group, saved in pairs
-        for name in ("mars_type", "is_approx", "state_dtype", "max_grad_norm")
+        for name in TOLD
         if group[name] != saved[name]
     }
     if told:
@@ -151,7 +158,13 @@ def _completed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, An
     kept = {name: value for name, value in own.items() if name not in ("params", "param_names")}
     whole = {**kept, **saved}
     foreign = "lr" in saved and not {"base_lr", "lr_1d"} & saved.keys()
-    if foreign and whole["mars_type"] == "plain-adamw":
+    if foreign and whole["mars_type"] != "plain-adamw":
+        raise ValueError(
+            "the state dict has no options of MARS: it was saved by another optimizer, whose "
+            f"moments {whole['mars_type']} cannot continue. MARS.from_adamw makes a MARS of an "
+            "AdamW; groups of mars_type='plain-adamw' go on with its state"
+        )
+    if foreign:
         check_values(whole)
         whole["lr_1d"] = whole["base_lr"] = as_float(whole["lr"])  # AdamW's, whose rate is lr
     return whole

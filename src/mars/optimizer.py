@@ -16,10 +16,11 @@ from torch.optim.optimizer import (
 )
 
 from mars import exact, loading, options, state
+from mars.advice import DEFAULT_LR_1D, warn
 from mars.collect import collect, may_scale, step_batches
-from mars.dispatch import NOT_CONTIGUOUS, capturing, steps_now, why_not_fused
+from mars.dispatch import LEFT_OUT, capturing, steps_now, why_not_fused
 from mars.engines import Batch
-from mars.groups import DEFAULT_LR_1D, resolve, warn
+from mars.groups import resolve
 from mars.plan import Plan
 from mars.sharding import Ranks, gradient, is_sharded, layout_of, local
 
@@ -70,15 +71,14 @@ class MARS(Optimizer):
         maximize: ascend.
         foreach: multi-tensor engine; None leaves the choice to ``fused`` and torch.optim's rule.
         fused: the engine of Triton kernels: None picks it on CUDA for the tensors that it takes
-            (``mars.explain`` says which and why), True insists on it, False is without it, and
-            without torch's fused kernel on a CPU.
+            (``mars.explain`` says which), True insists, False is without it, and torch's on CPUs.
         capturable: keep step counts on the device, so that CUDA graphs can capture a step.
         differentiable: let autograd run through the step.
         clip: ``"tensor"`` (each corrected tensor to norm 1), ``"global"`` (one norm over all of
             them) or None. Without clip, Lion, Shampoo and M store no last gradient.
         second_moment: ``"corrected"`` (of c̃, the authors' code) or ``"raw"`` (of g, their text).
-        matrix_rule: ``"2d"`` (a matrix has two dimensions) or ``"flatten"`` (more dimensions
-            count as (first, rest): convolutions).
+        matrix_rule: a matrix has two dimensions (``"2d"``); or more, as (first, rest), for
+            convolutions (``"flatten"``); or more, its last two one each, for experts (``"stack"``).
         ns_steps: steps of the Newton–Schulz iteration.
         ns_coefficients: its coefficients, ``"muon"`` or ``"polar-express"``.
         ns_dtype: the dtype it runs in.
@@ -194,7 +194,7 @@ class MARS(Optimizer):
         added = self.param_groups[-1]
         for p in added["params"] if added["fused"] else ():
             reason = why_not_fused(added, p, self._ranks)
-            if reason not in (None, NOT_CONTIGUOUS):  # which goes to foreach
+            if reason not in (None, *LEFT_OUT):
                 del self.param_groups[-1]
                 text = f"`fused=True` is not possible for a parameter: {reason}"
                 raise RuntimeError(f"{text}; fused=None takes what is fastest where it is")

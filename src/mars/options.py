@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from mars.rule import KINDS
 from mars.rule.newton_schulz import COEFFICIENTS
+
+logger = logging.getLogger("mars")
 
 # A rate below this is a frozen group, not a unit to measure lr_1d in.
 SMALLEST_BASE_LR = 1e-12
@@ -124,7 +127,7 @@ CHECKS: dict[str, tuple[str, Callable[[Any], str | None]]] = {
     "differentiable": ("Invalid differentiable", _FLAG),
     "clip": ("Invalid clip (the norm is always 1)", _one_of("tensor", "global", None)),
     "second_moment": ("Invalid second_moment", _one_of("corrected", "raw")),
-    "matrix_rule": ("Invalid matrix_rule", _one_of("2d", "flatten")),
+    "matrix_rule": ("Invalid matrix_rule", _one_of("2d", "flatten", "stack")),
     "ns_steps": ("Invalid ns_steps", _steps),
     "ns_coefficients": ("Invalid ns_coefficients", _one_of(*COEFFICIENTS)),
     "ns_dtype": ("Invalid ns_dtype", _one_of("bfloat16", "float16", "float32", "float64")),
@@ -181,10 +184,10 @@ def check_changed(groups: Sequence[Mapping[str, Any]], checked: dict[int, dict[s
     Tensors are not read, which would wait for the device.
     """
     unknown = object()
-    if len(checked) > len(groups):  # one was taken out, and the others have other numbers
-        checked.clear()
     for i, group in enumerate(groups):
         before = checked.setdefault(i, {})
+        if before.get("of") is not group:  # groups were added, or taken out
+            checked[i] = before = {"of": group}
         changed = {
             n: v for n in SETTLED
             if (v := group[n]) is not (known := before.get(n, unknown))
@@ -197,6 +200,7 @@ def check_changed(groups: Sequence[Mapping[str, Any]], checked: dict[int, dict[s
             if not (least <= v < math.inf if type(v) is float else _may_be(v, least)):
                 _check_value(name, v)
         _check_together(group)
+        _tell_about_rates(group, before)
         became = changed.get("mars_type")
         if became == "plain-adamw" and before.get("mars_type", became) != became:
             raise ValueError(
@@ -206,9 +210,22 @@ def check_changed(groups: Sequence[Mapping[str, Any]], checked: dict[int, dict[s
         before.update({n: dict(v) if type(v) is dict else v for n, v in changed.items()})
 
 
+def _tell_about_rates(group: Mapping[str, Any], before: dict[str, Any]) -> None:
+    """A schedule by hand that moves lr and lr_1d alike moves the rate of vectors twice."""
+    rate, lr, base = group["lr_1d"], group["lr"], group["base_lr"]
+    moved = before.setdefault("lr_1d", rate) != rate and type(lr) is float and lr != base
+    if moved and "told" not in before:
+        before["told"] = True
+        logger.warning(
+            "lr_1d became %g beside lr=%g: it is the rate of vectors at lr = base_lr = %g, and "
+            "moves with lr, so that it now is %g. Move lr alone, or base_lr as well",
+            rate, lr, base, ratio_1d(group) * lr,
+        )  # fmt: skip
+
+
 def _may_be(value: Any, least: float) -> bool:
     """Whether this can be an option's number, if it is read: nobody waits for a tensor."""
-    return value is None or isinstance(value, Tensor) or _number(value, least)
+    return isinstance(value, Tensor) or _number(value, least)
 
 
 def _has_tensors(value: Any) -> bool:
@@ -260,6 +277,11 @@ def _check_together(options: Mapping[str, Any]) -> None:
                     "leave foreach=None, or set capturable=True"
                 )
     if options.get("differentiable"):
+        if options.get("is_approx") is False:
+            raise ValueError(
+                "differentiable=True needs is_approx=True: gradients at the previous parameters "
+                "are not part of the graph"
+            )
         for name in ("foreach", "fused", "consume_grads", "max_grad_norm", "state_dtype"):
             if options.get(name):
                 raise RuntimeError(f"`{name}` does not support `differentiable`")

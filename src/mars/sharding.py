@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -50,13 +51,14 @@ class Layout(NamedTuple):
     def sizes(self) -> list[int]:
         """How long the blocks are along `dim`, rank by rank."""
         assert self.dim is not None
-        return blocks(self.shape[self.dim], self.mesh.size(self.cut[0]))
+        ranks = self.mesh.size(self.cut[0])
+        return [block(self.shape[self.dim], ranks, rank) for rank in range(ranks)]
 
 
-def blocks(length: int, ranks: int) -> list[int]:
-    """DTensor's way to cut: as torch.chunk, and then nothing for the ranks that are left."""
+def block(length: int, ranks: int, rank: int) -> int:
+    """How much a rank has, DTensor's way: as torch.chunk, and nothing for those that are left."""
     full = -(-length // ranks)
-    return [max(0, min(full, length - full * rank)) for rank in range(ranks)]
+    return max(0, min(full, length - full * rank))
 
 
 def is_sharded(p: Tensor) -> bool:
@@ -204,17 +206,13 @@ ALONE = Ranks()
 
 
 def flops(kind: str, shape: Sequence[int], steps: int) -> int:
-    """The multiplications and additions of Newton–Schulz on one matrix."""
-    rows, cols = matrix_shape(shape)
+    """The multiplications and additions of Newton–Schulz on a matrix, or on a stack of them."""
+    *many, rows, cols = shape
     short, long = min(rows, cols), max(rows, cols)
+    steps *= prod(many)
     if kind == "mars-shampoo":
         return steps * 6 * short * short * long
     return steps * (4 * short * short * long + 2 * short**3)
-
-
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(first, rest): how a tensor counts as a matrix."""
-    return shape[0], int(torch.Size(shape[1:]).numel())
 
 
 @lru_cache(64)  # gradients may come and go: as many plans as that

@@ -43,7 +43,7 @@ def kind_of(p: Tensor, group: Mapping[str, Any]) -> str:
     if mars_type not in KINDS:
         raise ValueError(f"Invalid mars_type: {mars_type!r} (it must be one of {list(KINDS)})")
     ndim = p.ndim + int(p.is_complex())
-    is_matrix = ndim == 2 or (ndim > 2 and group["matrix_rule"] == "flatten")
+    is_matrix = ndim == 2 or (ndim > 2 and group["matrix_rule"] != "2d")
     if is_matrix or not KINDS[mars_type].corrected:
         return mars_type
     if not group["optimize_1d"]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mars.engines.batch import Batch
-from mars.rule import KINDS, moonlight, shampoo
+from mars.rule import KINDS, matrix_shape, moonlight, shampoo
 from mars.rule.estimator import Scalar, kappa
 from mars.rule.halves import join, split
 
@@ -96,33 +97,34 @@ def _lion(batch: Batch, m: list[Tensor], c: list[Tensor]) -> list[Tensor]:
 
 
 def orthogonal(batch: Batch, matrices: list[Tensor]) -> list[Tensor]:
-    """Newton–Schulz on stacks of matrices of one shape."""
+    """Newton–Schulz on stacks of matrices of one shape, of which some may be stacks already."""
     k = batch.k
-    stacks: dict[tuple[int, int], list[int]] = defaultdict(list)
+    stacks: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for i, matrix in enumerate(matrices):
-        stacks[matrix.shape[0], matrix.shape[1]].append(i)
+        stacks[matrix.shape[-2:]].append(i)
     out = list(matrices)
-    for members in stacks.values():
-        stack = torch.stack([matrices[i] for i in members])
+    for shape, members in stacks.items():
+        own = [matrices[i].reshape(prod(matrices[i].shape[:-2]), *shape) for i in members]
+        stack = torch.cat(own)
         if batch.kind == "mars-shampoo":
             stack = shampoo.orthogonal(stack, k.beta1, k.eps, k.ns)
         else:
             stack = k.ns.muon(stack)
-        for i, matrix in zip(members, stack.unbind(), strict=True):
-            out[i] = matrix
+        for i, part in zip(members, stack.split([len(part) for part in own]), strict=True):
+            out[i] = part.reshape(matrices[i].shape)
     return out
 
 
-def scaled(batch: Batch, matrices: list[Tensor], shapes: list[tuple[int, int]]) -> list[Tensor]:
+def scaled(batch: Batch, matrices: list[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
     """u from (parts of) orthogonal matrices of these shapes, freshly allocated."""
     scale = shampoo.scale if batch.kind == "mars-shampoo" else moonlight.scale
     wide = [matrix.to(m.dtype) for matrix, m in zip(matrices, batch.m, strict=True)]
-    return list(torch._foreach_mul(wide, [scale(*shape) for shape in shapes]))
+    return list(torch._foreach_mul(wide, [scale(*shape[-2:]) for shape in shapes]))
 
 
 def _orthogonal(batch: Batch, m: list[Tensor], c: list[Tensor]) -> list[Tensor]:
-    matrices = [tensor.flatten(1) for tensor in m]
-    shapes = [(matrix.shape[0], matrix.shape[1]) for matrix in matrices]
+    shapes = [matrix_shape(tensor.shape, batch.k.stacked) for tensor in m]
+    matrices = [tensor.reshape(shape) for tensor, shape in zip(m, shapes, strict=True)]
     u = scaled(batch, orthogonal(batch, matrices), shapes)
     return [matrix.reshape(tensor.shape) for matrix, tensor in zip(u, m, strict=True)]
 

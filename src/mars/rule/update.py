@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -41,6 +43,7 @@ class Hyper(NamedTuple):
     clip: str | None = None  # "tensor", "global" or None
     maximize: bool = False
     raw: bool = False  # second moment of g instead of c
+    stacked: bool = False  # tensors of more dimensions are stacks of matrices, not (first, rest)
     ns: NewtonSchulz = NewtonSchulz()
 
 
@@ -50,6 +53,11 @@ class Moments(NamedTuple):
     m: Tensor
     v: Tensor | None = None
     v_max: Tensor | None = None
+
+
+def matrix_shape(shape: Sequence[int], stacked: bool = False) -> tuple[int, ...]:
+    """A tensor as a matrix, (first, rest); stacked, as many of them, in its last two dimensions."""
+    return tuple(shape) if stacked else (shape[0], prod(shape[1:]))
 
 
 def update(
@@ -82,10 +90,12 @@ def update(
         u = adamw.direction(m, denominator, t, k.beta1, k.beta2, k.eps)
     elif kind == "mars-lion":
         u = lion.direction(m)
-    elif kind == "mars-shampoo":
-        u = shampoo.direction(m.flatten(1), k.beta1, k.eps, k.ns).reshape(m.shape)
     else:
-        u = moonlight.direction(m.flatten(1), k.ns).reshape(m.shape)
+        M = m.reshape(matrix_shape(m.shape, k.stacked))
+        if kind == "mars-shampoo":
+            u = shampoo.direction(M, k.beta1, k.eps, k.ns).reshape(m.shape)
+        else:
+            u = moonlight.direction(M, k.ns).reshape(m.shape)
 
     x = x - k.lr * (u + k.decay * x)
     return x, Moments(m if n is None else n, v, v_max)

@@ -1,0 +1,115 @@
+"""What is allowed and hardly meant: told once, of a new optimizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mars.groups import is_table
+from mars.options import SMALLEST_BASE_LR, as_float
+from mars.rule import KINDS
+from mars.state import kind_of
+
+logger = logging.getLogger("mars")
+
+DEFAULT_LR_1D = 3e-3
+
+
+def warn(groups: Sequence[dict[str, Any]], lr: float, lr_1d: float, weight_decay: Any) -> None:
+    """Say what of this a new optimizer has."""
+    _warn_about_vectors(groups, lr, lr_1d)
+    _warn_about_decay(groups, weight_decay)
+    _warn_about_their_decay(groups, weight_decay)
+    _warn_about_tables(groups)
+    _warn_about_more_dimensions(groups)
+
+
+def _warn_about_vectors(groups: Sequence[dict[str, Any]], lr: float, lr_1d: float) -> None:
+    """A small lr beside the default lr_1d is a trap: most people mean both."""
+    vectors = sum(len(_vectors(group)) for group in groups if group["lr_1d"] == lr_1d)
+    if vectors and lr <= SMALLEST_BASE_LR:
+        logger.warning(
+            "lr_1d=%g is kept as a ratio to lr, which is %g: %d tensors that are no matrices will "
+            "be trained at whatever lr becomes. Begin with the lr that a scheduler shall scale",
+            lr_1d, lr, vectors,
+        )  # fmt: skip
+    elif vectors and lr_1d == DEFAULT_LR_1D and lr < lr_1d / 2:
+        logger.warning(
+            "lr=%g is for matrices. %d tensors that are none (biases, norms, convolutions) are "
+            "trained by AdamW at lr_1d=%g, %.3g times more: set lr_1d, or use MARS.from_adamw",
+            lr, vectors, lr_1d, lr_1d / lr,
+        )  # fmt: skip
+    elif vectors and lr_1d == DEFAULT_LR_1D and lr > lr_1d * 100:
+        logger.warning(
+            "lr=%g is for matrices. %d tensors that are none (biases, norms, convolutions) are "
+            "trained by AdamW at lr_1d=%g, and whatever lowers lr lowers that as well: set "
+            "lr_1d=%g too if a schedule brings lr down from there",
+            lr, vectors, lr_1d, lr,
+        )  # fmt: skip
+
+
+def _warn_about_decay(groups: Sequence[dict[str, Any]], weight_decay: Any) -> None:
+    """A weight_decay that no group has is a trap: Hugging Face's Trainer sets its own in each."""
+    own = [group["weight_decay"] for group in groups]
+    if isinstance(weight_decay, Tensor) or not weight_decay or weight_decay in own:
+        return
+    logger.warning(
+        "weight_decay=%g is used nowhere: every group sets its own (%s). Say it in the groups, or "
+        "in TrainingArguments of Hugging Face's Trainer (docs/trainers.md)",
+        weight_decay, ", ".join(f"{as_float(value):g}" for value in own),
+    )  # fmt: skip
+
+
+def _warn_about_their_decay(groups: Sequence[dict[str, Any]], weight_decay: Any) -> None:
+    """A decay that a group sets is that of its matrices: most people mean all that is in it."""
+    for group in groups:
+        own, theirs = group["weight_decay"], group["weight_decay_1d"]
+        said = not isinstance(own, Tensor) and own not in (0, weight_decay, theirs)
+        if said and (vectors := _vectors(group)):
+            logger.warning(
+                "weight_decay=%g of a group is for matrices. %d tensors in it that are none decay "
+                "by weight_decay_1d=%g: set that in the group as well",
+                own, len(vectors), as_float(theirs),
+            )  # fmt: skip
+            return
+
+
+def _warn_about_more_dimensions(groups: Sequence[dict[str, Any]]) -> None:
+    """A network of convolutions, or of experts in stacks, would hardly be trained by MARS."""
+    adamws = [p for group in groups for p in _vectors(group) if p.ndim > 2]
+    count, total = (
+        sum(p.numel() for p in tensors)
+        for tensors in (adamws, [p for group in groups for p in group["params"]])
+    )
+    if 2 * count > total:
+        logger.warning(
+            "%.0f %% of all numbers are in tensors of more than two dimensions, which AdamW "
+            "trains: for MARS, set matrix_rule='flatten' for convolutions, or 'stack' for experts",
+            100 * count / total,
+        )  # fmt: skip
+
+
+def _vectors(group: dict[str, Any]) -> list[Tensor]:
+    """What AdamW trains in a group of MARS, because it is no matrix."""
+    if group["optimize_1d"]:
+        return []
+    return [p for p in group["params"] if kind_of(p, group) != group["mars_type"]]
+
+
+def _warn_about_tables(groups: Sequence[dict[str, Any]]) -> None:
+    """Orthogonal steps are for hidden matrices; where names are known, so is what is none."""
+    found = [
+        name
+        for group in groups
+        if "name" not in group  # else param_groups has asked
+        for name, p in zip(group.get("param_names", ()), group["params"], strict=False)
+        if KINDS[kind_of(p, group)].matrix and is_table(name, p)
+    ]
+    if found:
+        logger.warning(
+            "%s: by its name an embedding, whose rows an orthogonal step would mix. "
+            "mars.param_groups leaves embeddings and the head to AdamW", ", ".join(found[:3]),
+        )  # fmt: skip

@@ -1,0 +1,82 @@
+"""What is allowed and hardly meant is told, once; what is meant is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import mars
+from mars import MARS
+
+CONV = nn.Conv2d(4, 8, 3)
+Log = pytest.LogCaptureFixture
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"weight_decay": 0.01}, "weight_decay=0.01 of a group is for matrices. 2 tensors"),
+        ({"weight_decay": 0.0}, ""),  # decays nothing
+        ({"weight_decay": 0.1}, ""),  # as they do anyway
+        ({"weight_decay": 0.01, "weight_decay_1d": 0.02}, ""),
+        ({"weight_decay": 0.01, "optimize_1d": True}, ""),
+    ],
+)
+def test_a_decay_that_is_for_matrices_alone(own: dict, said: str, caplog: Log) -> None:
+    given = {"params": list(CONV.parameters()), **own}
+    if "weight_decay_1d" in own:  # said in the group: it is heard
+        p = nn.Parameter(torch.ones(2, 2, 2))
+        MARS([{**given, "params": [p]}], lr=1e-2, lr_1d=1e-2)
+        caplog.clear()
+        own = {**own, "weight_decay": 0.02}
+        given = {**given, **own}
+    MARS([given], lr=1e-2, lr_1d=1e-2)
+    told = [text for text in caplog.messages if "of a group is for matrices" in text]
+    assert bool(told) == bool(said)
+    assert all(text.startswith(said) for text in told)
+
+
+def test_a_network_that_mars_would_hardly_train(caplog: Log) -> None:
+    resnet = nn.Sequential(CONV, nn.Flatten(), nn.Linear(8, 4))
+    MARS(resnet.parameters())
+    assert "87 % of all numbers are in tensors of more than two dimensions" in caplog.text
+    assert "'flatten' for convolutions, or 'stack' for experts" in caplog.text
+    caplog.clear()
+    for options in ({"matrix_rule": "flatten"}, {"matrix_rule": "stack"}, {"optimize_1d": True}):
+        MARS(resnet.parameters(), **options)
+    MARS(nn.Sequential(nn.Conv2d(1, 1, 2), nn.Linear(8, 4)).parameters())
+    assert caplog.messages == []
+
+
+def test_a_rate_of_vectors_that_is_moved_twice(caplog: Log) -> None:
+    """A schedule by hand that sets lr and lr_1d alike."""
+    layer = nn.Linear(4, 2)
+    optimizer = MARS(layer.parameters(), lr=1e-3, lr_1d=1e-3)
+    group = optimizer.param_groups[0]
+
+    def step() -> None:
+        layer(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+
+    step()
+    for rate in (1e-4, 1e-5):
+        group["lr"] = group["lr_1d"] = rate
+        step()
+    assert len(caplog.messages) == 1
+    assert "lr_1d became 0.0001 beside lr=0.0001" in caplog.text
+    assert "so that it now is 1e-05" in caplog.text
+    caplog.clear()
+    other = MARS(layer.parameters(), lr=2e-3, lr_1d=2e-3)
+    step()
+    other.step()
+    other.load_state_dict(optimizer.state_dict())  # rates come with it
+    other.step()
+    group["lr"] = group["lr_1d"] = group["base_lr"] = 1e-4
+    step()
+    assert caplog.messages == []
+
+
+def test_what_was_observed_of_nothing() -> None:
+    optimizer = MARS(nn.Linear(4, 2).parameters())
+    assert str(mars.diagnose(optimizer)).startswith("no step was observed: take some within `with")
