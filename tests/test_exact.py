@@ -542,3 +542,42 @@ def test_a_step_without_gradients_is_none_of_the_protocol() -> None:
     loss_of(model, batches[0]).backward()
     optimizer.step()
     assert optimizer.state[model[0].weight]["step"] == 1
+
+
+def test_a_gradient_that_the_next_batch_does_not_have_is_no_old_one() -> None:
+    """An expert that no token of a batch is sent to: h is 0 there, by the protocol as by the
+    closure.
+    """
+    used = [True, True, True, False, True, True]
+    inputs = make_batches(len(used))
+    finals = []
+    for by_protocol in (False, True):
+        model = make_model()
+        optimizer = MARS(model.parameters(), is_approx=False, gamma=0.4, lr=1e-2)
+
+        def evaluate(i: int, model=model, optimizer=optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            hidden = model[1](model[0](inputs[i]))
+            loss = (model[3](hidden) if used[i] else hidden).square().mean()
+            loss.backward()
+            return loss
+
+        for i in range(len(used)):
+            if not by_protocol:
+                optimizer.step(lambda i=i: evaluate(i))
+                continue
+            if i + 1 < len(used):
+                evaluate(i + 1)
+                optimizer.update_previous_grad()
+            evaluate(i)
+            optimizer.step()
+            optimizer.update_last_grad()
+        finals.append([p.detach().clone() for p in model.parameters()])
+    for a, b in zip(*finals, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_a_graph_through_an_exact_step_is_refused() -> None:
+    """It would be without the gradients at the previous parameters, and wrong."""
+    with pytest.raises(ValueError, match="differentiable=True needs is_approx=True"):
+        MARS([nn.Parameter(torch.ones(2, 2))], differentiable=True, is_approx=False)

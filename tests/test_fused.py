@@ -700,3 +700,39 @@ def test_a_last_gradient_that_begins_late_beside_others(norm: dict) -> None:
         optimizer.step()
         ends.append(optimizer.state[p]["exp_avg"])
     torch.testing.assert_close(*ends)
+
+
+def test_notes_in_a_group_make_no_new_plan() -> None:
+    """What a scheduler of somebody's keeps there changes at every step, and may be a tensor."""
+    x = nn.Parameter(torch.randn(6, 5))
+    optimizer = MARS([x], fused=True)
+    plans = []
+    for i in range(4):
+        optimizer.param_groups[0]["lr_scale"] = 0.5**i
+        optimizer.param_groups[0]["momentum"] = torch.ones(3) * i
+        x.grad = torch.randn(6, 5)
+        optimizer.step()
+        plans.append(optimizer._plan)
+    assert plans[0] is not None
+    assert all(plan is plans[0] for plan in plans)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_two_parameters_with_one_gradient_that_is_consumed(fused: bool) -> None:
+    torch.manual_seed(0)
+    start = [torch.randn(4, 3) for _ in range(2)]
+    ways = []
+    for consume in (False, True):
+        xs = [nn.Parameter(x.clone()) for x in start]
+        options = {"fused": True} if fused else {"foreach": False}
+        optimizer = MARS(xs, consume_grads=consume, max_grad_norm=0.1, **options)
+        generator = torch.Generator().manual_seed(1)
+        for i in range(4):
+            xs[0].grad = xs[1].grad = torch.randn(4, 3, generator=generator)
+            if i == 3:
+                optimizer.param_groups[0]["consume_grads"] = False
+            optimizer.step()
+        ways.append((xs, [optimizer.state[x]["last_grad"] for x in xs]))
+    for (xs, hs), (ys, ks) in [ways]:
+        for a, b in zip([*xs, *hs], [*ys, *ks], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)

@@ -71,7 +71,8 @@ def _without_correction(optimizer: MARS, lost: list[Tensor], frames: int) -> Non
     lost = [p for p in lost if p in stepped]
     for p in lost:
         if p.grad is not None:
-            stepped[p]["last_grad"] = p.grad.detach().to(p.dtype, copy=True)
+            with torch.no_grad():  # laid out as p, which the gradient of a DTensor need not be
+                stepped[p]["last_grad"] = torch.zeros_like(p).copy_(p.grad)
     if lost:
         warnings.warn(
             f"exact mode: nothing of the previous parameters for {len(lost)} tensors (their state "
@@ -86,7 +87,9 @@ def _evaluate_there(
 ) -> None:
     """Evaluate at the previous parameters; leave ours, their gradients and the RNG as they were."""
     everyone = optimizer._all()
-    devices = sorted({p.device.index for p in everyone if p.device.type == "cuda"})
+    devices = {p.device.index for p in everyone if p.device.type == "cuda"}
+    if torch.cuda.is_initialized():  # parameters may be offloaded to where nothing is computed
+        devices.add(torch.cuda.current_device())
     here = {p: p.detach().clone() for p in there}
     gradients = [p.grad for p in everyone]
     try:
@@ -96,7 +99,7 @@ def _evaluate_there(
         for p in everyone:
             p.grad = None
         torch.clear_autocast_cache()  # weights that an autocast around the step has cast before
-        with torch.random.fork_rng(devices=devices):  # the second evaluation sees the same numbers
+        with torch.random.fork_rng(devices=sorted(devices)):  # the other sees the same numbers
             closure()
         with torch.no_grad():
             for p in _corrected(optimizer):
@@ -177,6 +180,8 @@ def store_previous(optimizer: MARS) -> None:
         if p.grad is not None:
             own = optimizer.state[p]
             own["previous_grad"] = _store(own.get("previous_grad"), p.grad)
+        elif "previous_grad" in optimizer.state.get(p, {}):
+            optimizer.state[p]["previous_grad"].zero_()  # as for a closure: not that of before
 
 
 def promote_previous(optimizer: MARS) -> None:

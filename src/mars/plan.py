@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 from mars import state
 from mars.dispatch import capturing, set_numbers
 from mars.engines import Batch
+from mars.options import CHECKS
 
 if TYPE_CHECKING:
     from mars.engines.fused.launch import Launch
@@ -24,6 +25,8 @@ NUMBERS = frozenset({
     "lr", "betas", "eps", "weight_decay", "gamma", "lr_1d", "betas_1d", "weight_decay_1d",
     "base_lr", "initial_lr", "max_grad_norm",
 })  # fmt: skip
+
+STRUCTURE = tuple(name for name in CHECKS if name not in NUMBERS)  # not notes, which may change
 
 _grad, _version, _dtype = attrgetter("grad"), attrgetter("_version"), attrgetter("dtype")
 _dense, _negated = Tensor.is_contiguous, Tensor.is_neg  # of a COO tensor the first is False
@@ -37,11 +40,7 @@ def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 def _structure(group: dict[str, Any]) -> list[Any]:
     """All options but numbers, and whether those are tensors."""
-    kept = [
-        dict(value) if type(value) is dict else value
-        for name, value in group.items()
-        if name not in NUMBERS and name != "params"
-    ]
+    kept = [dict(value) if type(value) is dict else value for value in map(group.get, STRUCTURE)]
     numbers = (group["lr"], group["gamma"])
     kept += [len(group["params"]), group["max_grad_norm"] is None]
     return [*kept, *((n.dtype, n.device) if isinstance(n, Tensor) else None for n in numbers)]
@@ -69,11 +68,15 @@ class Plan:
         self._note_buffers()
         self.shapes = list(map(_shape, self.params))
         self.versions: list[int] | None = None  # of last gradients, once their norms are known
+        self.consumes = any(b.consume for b in batches)
         # In exact mode h is not the gradient of the step before.
         self.repeats = all(b.keep_g or b.consume for b in batches if b.h)
         alike: dict[Any, list[Batch]] = {}
         for b in batches:
             alike.setdefault((b.x[0].device, b.x[0].dtype), []).append(b)
+        norm = optimizer._grad_norm
+        if norm is not None and norm.device != batches[0].x[0].device:  # of other tensors before
+            optimizer._grad_norm = norm.to(batches[0].x[0].device)
         self.launches: list[tuple[Launch, list[Batch]]] = []
         for group in alike.values():
             parts = [group] if len(forms(group)) == 1 else [[b] for b in group]
@@ -95,6 +98,8 @@ class Plan:
         """Take this step's gradients and numbers. False if anything else has changed."""
         groups = optimizer.param_groups
         gradients = list(map(_grad, self.params))
+        if self.consumes and len(set(map(id, gradients))) < len(gradients):
+            return False
         if (
             list(map(_structure, groups)) != self.structure
             or not _same(optimizer._all(), self.everyone)
