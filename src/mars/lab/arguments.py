@@ -176,7 +176,10 @@ def _named_run(name: str, optimizer: str | None) -> Run:
                 f'{path} names no recipe to lay its fields over: give it "recipe": "gpt-tiny", or '
                 'a "model" of its own'
             )
-        run = overridden(values, optimizer)
+        try:
+            run = overridden(values, optimizer)
+        except LabError as error:
+            raise LabError(f"{path}: {error}") from error
         # Not the directory of the recipe's own runs, which have other settings.
         out = run.keep.out or f"runs/{path.resolve().parent.name}-{path.stem}"
         return run.replace(keep={"out": out})

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, meant
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
 Shape = Literal["cosine", "wsd", "exp", "linear", "constant", "multistep", "onecycle"]
@@ -350,9 +350,8 @@ def from_json(values: Any, kind: type = Run, where: str = "") -> Any:
     if not isinstance(values, dict):
         raise LabError(f"{where.rstrip('.') or 'it'} must be an object, not {values!r}")
     hints = get_type_hints(kind)
-    unknown = sorted(set(values) - set(hints))
-    if unknown:
-        raise LabError(f"unknown field {where}{unknown[0]}")
+    for name in sorted(set(values) - set(hints)):
+        raise LabError(f"unknown field {where}{name}; {meant(name, hints)}".rstrip("; "))
     return kind(**{n: _convert(v, hints[n], where + n) for n, v in values.items()})
 
 

@@ -59,9 +59,16 @@ def _memory(job: Job, predictions: Sequence[Prediction], room: int | None) -> st
 
 
 def verdict(job: Job, p: Prediction) -> str:
+    if p.fits and refused(job) and p.name.startswith("mars"):
+        return f"would fit, {units.size(p.room_bytes)} left, but is refused: see below"
     if p.fits:
         return f"fits, {units.size(p.room_bytes)} left"
     return f"does not fit: {units.size(-p.room_bytes)} too much"
+
+
+def refused(job: Job) -> bool:
+    """Whether the library would not have the state in this form there."""
+    return job.cluster.shards > 1 and job.setting.state != "float32"
 
 
 def _optimizer(predictions: Sequence[Prediction], room: int | None) -> str:
@@ -119,6 +126,8 @@ def answer(job: Job, predictions: Sequence[Prediction]) -> str:
     else:
         text = f"{job.model.name} does not fit on {gpu}"
     sentences = [text + "."]
+    if refused(job):
+        sentences.append(f"But shards with {job.setting.state} state are refused by MARS as yet.")
     wanting = [p for p in predictions if not p.fits]
     if wanting:
         sentences.append(_remedy(job, wanting))
@@ -188,7 +197,7 @@ def assumptions(job: Job) -> list[str]:
             f"gradients sent in {job.reduce_bytes} bytes; traffic hidden behind computing; what "
             "Newton–Schulz sends (16 bits an element) is not hidden",
         ]
-        if job.cluster.shards > 1 and setting.state != "float32":
+        if refused(job):
             lines.append("the library refuses fewer bits of state for shards (DTensor) as yet")
         lines.append("consume_grads saves nothing: gradients are views of buckets and are copied")
     return [*lines, f"{g.name}: {g.source}"]
