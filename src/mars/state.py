@@ -154,7 +154,8 @@ def check_group(group: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]
 
 def complete(own: dict[str, Any], p: Tensor, names: Mapping[str, torch.dtype]) -> None:
     """Make the buffers that are missing."""
-    check_state(own, p, names)
+    if torch.compiler.is_compiling():  # else `check_group` has done so
+        check_state(own, p, names)
     for name, dtype in names.items():
         if name not in own:
             own[name] = new_buffer(name, dtype, p)

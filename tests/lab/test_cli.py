@@ -317,3 +317,10 @@ def test_published_settings() -> None:
     assert (mars_small.lr_1d, mars_small.weight_decay, mars_small.gamma) == (3e-3, 0.01, 0.025)
     least = RECIPES["gpt2-small"].make("mars-adamw").schedule.min_lr * 6e-3
     assert least == pytest.approx(3e-5)
+
+
+def test_a_model_that_no_memory_holds_is_told_in_one_line(capsys: Capture) -> None:
+    assert main(["train", "gpt-tiny", "--model.n-embd", "300000", "--dry-run"]) == 1
+    said = capsys.readouterr().err
+    assert "parameters are too many for this machine even to lay them out: `mars plan`" in said
+    assert "Traceback" not in said

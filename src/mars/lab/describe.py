@@ -27,7 +27,14 @@ def describe(run: Run) -> str:
     device = hardware.planned_device(check(run).loop.device)
     world = parallel.shape(run)
     task = tasks.of(run)
-    model = task.model(None)  # untouched memory: XL is described as fast as tiny
+    try:
+        model = task.model(None)  # untouched memory: XL is described as fast as tiny
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        count = units.tokens(task.parameters)
+        text = f"{count} parameters are too many for this machine even to lay them out"
+        raise LabError(f"{text}: `mars plan` takes models of any size") from error
     optimizer = build(model, run.optimizer)
     parts = [
         ("configuration", json.dumps(to_json(run), indent=2)),
