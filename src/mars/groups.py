@@ -229,14 +229,15 @@ def _bare_names(names: Sequence[str]) -> list[str]:
 
 
 def _head_by_shape(parameters: Sequence[Tensor], tables: set[Tensor]) -> Tensor | None:
-    """The only matrix that has the shape of the largest table, of more rows than columns: what it
-    is called is unknown, but it turns vectors into tokens.
+    """The last matrix, if it alone has the shape of the largest table, of more rows than columns:
+    whatever it is called, it turns vectors into tokens.
     """
     largest = max(tables, key=lambda table: table.numel(), default=None)
     if largest is None or largest.shape[0] <= largest.shape[1]:
         return None
-    alike = [p for p in parameters if p.shape == largest.shape and p not in tables]
-    return alike[0] if len(alike) == 1 else None
+    matrices = [p for p in parameters if p.ndim == 2 and p not in tables]
+    alike = [p for p in matrices if p.shape == largest.shape]
+    return alike[0] if len(alike) == 1 and alike[0] is matrices[-1] else None
 
 
 def _route(name: str, p: Tensor, routes: Sequence[Route]) -> int | None:
