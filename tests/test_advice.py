@@ -20,17 +20,12 @@ Log = pytest.LogCaptureFixture
         ({"weight_decay": 0.0}, ""),  # decays nothing
         ({"weight_decay": 0.1}, ""),  # as they do anyway
         ({"weight_decay": 0.01, "weight_decay_1d": 0.02}, ""),
+        ({"weight_decay": 0.01, "weight_decay_1d": 0.0}, ""),
         ({"weight_decay": 0.01, "optimize_1d": True}, ""),
     ],
 )
 def test_a_decay_that_is_for_matrices_alone(own: dict, said: str, caplog: Log) -> None:
     given = {"params": list(CONV.parameters()), **own}
-    if "weight_decay_1d" in own:  # said in the group: it is heard
-        p = nn.Parameter(torch.ones(2, 2, 2))
-        MARS([{**given, "params": [p]}], lr=1e-2, lr_1d=1e-2)
-        caplog.clear()
-        own = {**own, "weight_decay": 0.02}
-        given = {**given, **own}
     MARS([given], lr=1e-2, lr_1d=1e-2)
     told = [text for text in caplog.messages if "of a group is for matrices" in text]
     assert bool(told) == bool(said)
@@ -80,3 +75,20 @@ def test_a_rate_of_vectors_that_is_moved_twice(caplog: Log) -> None:
 def test_what_was_observed_of_nothing() -> None:
     optimizer = MARS(nn.Linear(4, 2).parameters())
     assert str(mars.diagnose(optimizer)).startswith("no step was observed: take some within `with")
+
+
+def test_what_is_frozen_or_has_no_shape_yet_is_not_counted(caplog: Log) -> None:
+    backbone = nn.Conv2d(4, 8, 3).requires_grad_(False)
+    MARS([*backbone.parameters(), *nn.Linear(8, 4).parameters()])
+    MARS(nn.LazyLinear(3).parameters())
+    assert caplog.messages == []
+
+
+def test_a_rate_of_vectors_where_there_are_none(caplog: Log) -> None:
+    x = nn.Parameter(torch.ones(3, 2))
+    optimizer = MARS([x], lr=1e-3, lr_1d=1e-3)
+    for rate in (1e-3, 1e-4):
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr_1d"] = rate
+        x.grad = torch.ones(3, 2)
+        optimizer.step()
+    assert caplog.messages == []

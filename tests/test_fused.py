@@ -736,3 +736,20 @@ def test_two_parameters_with_one_gradient_that_is_consumed(fused: bool) -> None:
     for (xs, hs), (ys, ks) in [ways]:
         for a, b in zip([*xs, *hs], [*ys, *ks], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_a_gradient_that_is_consumed_here_and_not_there() -> None:
+    """It is clipped once, for both."""
+    ways = []
+    for shared in (False, True):
+        torch.manual_seed(0)
+        p, q = (nn.Parameter(torch.ones(3, 2)) for _ in range(2))
+        groups = [{"params": [p], "consume_grads": True}, {"params": [q]}]
+        optimizer = MARS(groups, max_grad_norm=1.0, clip=None, foreach=False)
+        for _ in range(3):
+            p.grad = torch.randn(3, 2)
+            q.grad = p.grad if shared else p.grad.clone()
+            optimizer.step()
+        ways.append((p.detach(), q.detach(), optimizer.state[p]["last_grad"]))
+    for a, b in zip(*ways, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)

@@ -476,3 +476,15 @@ def test_frozen_parameters_are_shown_as_such() -> None:
 def test_a_dict_of_parameters_is_told_from_pairs() -> None:
     with pytest.raises(TypeError, match=r"it got a dict: give its \.items\(\)"):
         mars.param_groups(dict(nn.Linear(4, 2).named_parameters()))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_layers_that_are_few_are_numbered_all_the_same(count: int) -> None:
+    """Of one layer, or of the last one, which alone is trained."""
+    pairs = [
+        (f"layers.{i}.{name}.weight", nn.Parameter(torch.ones(4, 4)))
+        for i in range(count)
+        for name in ("attn", "fc", "output")
+    ]
+    groups = by_name(mars.param_groups(pairs, mars_type="mars-m"))
+    assert {group["name"] for group in groups.values()} == {"matrices"}

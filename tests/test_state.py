@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import math
+import weakref
 
 import pytest
 import torch
@@ -914,3 +916,28 @@ def test_the_state_of_torch_s_adamw_is_refused_by_types_that_cannot_go_on_with_i
     ):
         optimizer.load_state_dict(adamw.state_dict())
     assert optimizer.state_dict()["param_groups"] == before
+
+
+def test_a_state_dict_with_the_options_of_the_authors_code_goes_on() -> None:
+    """Which keeps neither lr_1d nor base_lr in its groups."""
+    optimizer, p = stepped()
+    saved = snapshot(optimizer)
+    theirs = ("params", "lr", "betas", "eps", "weight_decay", "amsgrad", "mars_type", "gamma")
+    saved["param_groups"] = [{k: g[k] for k in theirs} for g in saved["param_groups"]]
+    other = MARS([p])
+    other.load_state_dict(saved)
+    assert torch.equal(other.state[p]["last_grad"], optimizer.state[p]["last_grad"])
+
+
+def test_a_group_that_was_taken_out_is_let_go() -> None:
+    optimizer = MARS([nn.Parameter(torch.ones(2, 2))])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+    for group in optimizer.param_groups:
+        group["params"][0].grad = torch.ones(2, 2)
+    optimizer.step()
+    taken = optimizer.param_groups.pop()["params"][0]
+    gone = weakref.ref(taken)
+    del optimizer.state[taken], taken, group
+    optimizer.step()
+    gc.collect()
+    assert gone() is None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
 
 from mars.groups import is_table
 from mars.options import SMALLEST_BASE_LR, as_float
@@ -15,7 +16,7 @@ from mars.state import kind_of
 
 logger = logging.getLogger("mars")
 
-DEFAULT_LR_1D = 3e-3
+DEFAULT_LR_1D, DEFAULT_WEIGHT_DECAY_1D = 3e-3, 0.1
 
 
 def warn(groups: Sequence[dict[str, Any]], lr: float, lr_1d: float, weight_decay: Any) -> None:
@@ -68,6 +69,7 @@ def _warn_about_their_decay(groups: Sequence[dict[str, Any]], weight_decay: Any)
     for group in groups:
         own, theirs = group["weight_decay"], group["weight_decay_1d"]
         said = not isinstance(own, Tensor) and own not in (0, weight_decay, theirs)
+        said = said and theirs == DEFAULT_WEIGHT_DECAY_1D  # else somebody has thought of them
         if said and (vectors := _vectors(group)):
             logger.warning(
                 "weight_decay=%g of a group is for matrices. %d tensors in it that are none decay "
@@ -79,10 +81,12 @@ def _warn_about_their_decay(groups: Sequence[dict[str, Any]], weight_decay: Any)
 
 def _warn_about_more_dimensions(groups: Sequence[dict[str, Any]]) -> None:
     """A network of convolutions, or of experts in stacks, would hardly be trained by MARS."""
-    adamws = [p for group in groups for p in _vectors(group) if p.ndim > 2]
+    trained = [p for group in groups for p in group["params"] if p.requires_grad]
+    if any(isinstance(p, UninitializedParameter) for p in trained):
+        return  # nobody knows yet
+    adamws = {p for group in groups for p in _vectors(group) if p.ndim > 2}
     count, total = (
-        sum(p.numel() for p in tensors)
-        for tensors in (adamws, [p for group in groups for p in group["params"]])
+        sum(p.numel() for p in some) for some in (adamws.intersection(trained), trained)
     )
     if 2 * count > total:
         logger.warning(

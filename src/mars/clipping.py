@@ -91,6 +91,7 @@ def clip_gradients(
         return None
     norms = [torch._foreach_norm([g.to(b.m[0].dtype) for g in b.g]) for b in clipped]
     total = _total(list(chain(*_whole(norms, clipped))), ranks, _home(groups))
+    consumed: list[tuple[Tensor, Tensor]] = []
     for batch, engine in pairs:
         assert batch.max_grad_norm is not None
         wide = batch.m[0].dtype
@@ -100,6 +101,8 @@ def clip_gradients(
             continue  # a CPU may ask, and saves a copy of all gradients
         taken = list(batch.g)
         batch.g[:] = [g.to(wide) * factor for g in taken]
-        if batch.consume:  # they will be the last gradients
-            torch._foreach_copy_(taken, batch.g)
+        if batch.consume:
+            consumed += zip(taken, batch.g, strict=True)
+    for g, small in consumed:  # they will be the last gradients; no sooner: two may be one tensor
+        g.copy_(small)
     return total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -111,13 +112,15 @@ def _batches(
 
 
 def _part_gradients(optimizer: MARS) -> None:
-    """Two parameters may have one tensor for a gradient; not for a last gradient."""
-    seen: set[int] = set()
-    for group in optimizer.param_groups:
-        for p in group["params"] if group["consume_grads"] else ():
-            if p.grad is not None and id(p.grad) in seen:
-                p.grad = p.grad.clone()
-            seen.add(id(p.grad))
+    """Parameters may have one tensor for a gradient; who consumes it needs one of its own."""
+    if not any(group["consume_grads"] for group in optimizer.param_groups):
+        return
+    pairs = _stepped(optimizer)
+    count = Counter(id(p.grad) for _, p in pairs)
+    for group, p in pairs:
+        if group["consume_grads"] and count[id(p.grad)] > 1:
+            count[id(p.grad)] -= 1
+            p.grad = p.grad.clone()  # type: ignore[union-attr]
 
 
 def _unfused(optimizer: MARS, batch: Batch, name: str) -> tuple[Batch, str]:

@@ -37,6 +37,7 @@ _PATCHES = re.compile(r"(^|[._])patch_?embed")
 _HEAD = re.compile(r"(^|\.)(lm_head|head|heads|classifier|score|embed_out)(\.|$)|^(fc|output)\.")
 _NUMBERED = re.compile(r"\.\d+\.")  # a layer of many
 # What torch.compile, DDP, FSDP and checkpointing put into names: a wrapped model is routed alike.
+_HOLDERS = ("model.", "net.", "network.", "base_model.")
 _WRAPPED = re.compile(
     r"^(module\.)+|(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
@@ -211,21 +212,17 @@ def _embedding_tables(model: object) -> set[Tensor]:
 
 
 def _bare_names(names: Sequence[str]) -> list[str]:
-    """Names as they are in the model itself: without what wraps it, as a module that holds nothing
-    but the model does (Lightning's, say).
+    """Names as they are in the model itself, without what wraps it: Lightning's module that holds
+    nothing but the model, say.
     """
     bare = []
     for name in names:
         while (less := _WRAPPED.sub("", name)) != name:
             name = less
         bare.append(name)
-    paths = [name.split(".") for name in bare]
-    shared = 0
-    while all(len(p) > shared + 2 and p[shared] == paths[0][shared] for p in paths):
-        shared += 1
-    parts = {path[shared] for path in paths}
-    holds_a_model = len(parts) > 1 and not any(part.isdigit() for part in parts)
-    return [".".join(path[shared:]) for path in paths] if holds_a_model else bare
+    while any(all(name.startswith(holder) for name in bare) for holder in _HOLDERS):
+        bare = [name.split(".", 1)[1] for name in bare]
+    return bare
 
 
 def _head_by_shape(parameters: Sequence[Tensor], tables: set[Tensor]) -> Tensor | None:

@@ -157,7 +157,7 @@ def _completed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, An
     """A saved group with the options of ours that it does not know: another optimizer saved it."""
     kept = {name: value for name, value in own.items() if name not in ("params", "param_names")}
     whole = {**kept, **saved}
-    foreign = "lr" in saved and not {"base_lr", "lr_1d"} & saved.keys()
+    foreign = "lr" in saved and not {"base_lr", "lr_1d", "mars_type"} & saved.keys()
     if foreign and whole["mars_type"] != "plain-adamw":
         raise ValueError(
             "the state dict has no options of MARS: it was saved by another optimizer, whose "

@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from mars import exact, loading, options, state
-from mars.advice import DEFAULT_LR_1D, warn
+from mars.advice import DEFAULT_LR_1D, DEFAULT_WEIGHT_DECAY_1D, warn
 from mars.collect import collect, may_scale, step_batches
 from mars.dispatch import LEFT_OUT, capturing, steps_now, why_not_fused
 from mars.engines import Batch
@@ -122,7 +122,7 @@ class MARS(Optimizer):
         optimize_1d: bool = False,
         lr_1d: float = DEFAULT_LR_1D,
         betas_1d: tuple[float, float] = (0.9, 0.95),
-        weight_decay_1d: float = 0.1,
+        weight_decay_1d: float = DEFAULT_WEIGHT_DECAY_1D,
         *,
         maximize: bool = False,
         foreach: bool | None = None,

@@ -184,6 +184,8 @@ def check_changed(groups: Sequence[Mapping[str, Any]], checked: dict[int, dict[s
     Tensors are not read, which would wait for the device.
     """
     unknown = object()
+    while len(checked) > len(groups):
+        checked.popitem()  # a group that was taken out
     for i, group in enumerate(groups):
         before = checked.setdefault(i, {})
         if before.get("of") is not group:  # groups were added, or taken out
@@ -214,7 +216,8 @@ def _tell_about_rates(group: Mapping[str, Any], before: dict[str, Any]) -> None:
     """A schedule by hand that moves lr and lr_1d alike moves the rate of vectors twice."""
     rate, lr, base = group["lr_1d"], group["lr"], group["base_lr"]
     moved = before.setdefault("lr_1d", rate) != rate and type(lr) is float and lr != base
-    if moved and "told" not in before:
+    matters = base > SMALLEST_BASE_LR and any(p.ndim != 2 for p in group["params"])
+    if moved and matters and "told" not in before:
         before["told"] = True
         logger.warning(
             "lr_1d became %g beside lr=%g: it is the rate of vectors at lr = base_lr = %g, and "

@@ -98,8 +98,10 @@ class Plan:
         """Take this step's gradients and numbers. False if anything else has changed."""
         groups = optimizer.param_groups
         gradients = list(map(_grad, self.params))
-        if self.consumes and len(set(map(id, gradients))) < len(gradients):
-            return False
+        if self.consumes:
+            ids = [id(g) for g in map(_grad, self.everyone) if g is not None]
+            if len(set(ids)) < len(ids):
+                return False
         if (
             list(map(_structure, groups)) != self.structure
             or not _same(optimizer._all(), self.everyone)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -32,6 +35,27 @@ def double(n: int) -> int:
 
 def fail(kind: type[Exception]) -> None:
     raise kind("no")
+
+
+class TwoWords(Exception):
+    """Cannot be made again from what it says."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one)
+
+
+def say_two() -> None:
+    raise TwoWords("one", "two")
+
+
+def orphan(pids: Path) -> None:
+    """Leave a child behind that holds what this process held."""
+    if (child := os.fork()) == 0:
+        time.sleep(40)
+        os._exit(0)
+    pids.mkdir(exist_ok=True)
+    (pids / str(child)).touch()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def closure() -> object:
@@ -90,8 +114,11 @@ def test_results_records_and_errors(crew: Crew) -> None:
         with pytest.raises(kind, match="no") as caught:
             crew.submit(fail, kind).result()
         assert "in fail" in str(caught.value.__cause__)
-    with pytest.raises(RuntimeError, match="lambda"):
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
         crew.submit(closure).result()
+    with pytest.raises(RuntimeError, match=r"(?s)^TwoWords, in a worker:.*in say_two") as told:
+        crew.submit(say_two).result()
+    assert "Traceback" in str(told.value)
     with pytest.raises(ModuleNotFoundError, match="no_such_module_anywhere"):
         crew.submit(OnlyHere()).result()
     assert said == []
@@ -117,6 +144,32 @@ def test_one_that_dies_twice_has_failed(crew: Crew, tmp_path: Path) -> None:
     assert len(said) == 1
     said.clear()
     assert crew.submit(double, 4).result() == 8  # by a new one
+
+
+def test_a_death_is_noticed_though_a_child_holds_the_pipe(crew: Crew, tmp_path: Path) -> None:
+    ended = crew.submit(orphan, tmp_path / "pids")
+    try:
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            ended.result(timeout=25)  # twice the time of beginning a worker, on a slow machine
+    finally:
+        for path in (tmp_path / "pids").iterdir():
+            os.kill(int(path.name), signal.SIGKILL)
+    said.clear()
+
+
+def test_a_run_that_must_not_be_gone_on_with_is_not_begun_again(tmp_path: Path) -> None:
+    with Crew(1, said.append, again=False) as crew:
+        ended = crew.submit(die, signal.SIGKILL, tmp_path / "flag")
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            ended.result()
+    assert said == []
+    assert len(list((tmp_path / "flag").iterdir())) == 1
+
+
+def test_a_crew_that_nobody_dismisses_does_not_keep_python_from_ending() -> None:
+    program = "from mars.lab.crew import Crew; print(Crew(1).submit(abs, -1).result())"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert ended.stdout == b"1\n"
 
 
 def test_a_lost_gpu_is_the_process_s_not_the_crew_s(crew: Crew, tmp_path: Path) -> None:

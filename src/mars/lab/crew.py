@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import pickle
 import queue
 import signal
 import sys
@@ -15,11 +16,13 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
 from typing import Any
 
 from mars.lab import workers
 from mars.lab.errors import LabError
 
+LOOK = 1.0  # seconds between looks at a worker that says nothing
 PATIENCE = 5.0  # seconds for a worker that is not needed any more to end
 
 
@@ -40,18 +43,15 @@ class _Worker:
         self.process = context.Process(target=workers.serve, args=(theirs,))
         self.process.start()
         theirs.close()  # else nobody would notice here that the process is gone
+        Finalize(self, self.pipe.close, exitpriority=10)  # before Python waits for its children
 
     def do(self, task: Callable[[], Any], tell: Callable[[Any], None]) -> Any:
         """Have it done; what it tells on the way is passed on."""
-        try:
-            self.pipe.send(task)
-            kind, value, trace = self.pipe.recv()
-            while kind == "record":
-                tell(value)
-                kind, value, trace = self.pipe.recv()
-        except (EOFError, ConnectionError) as error:
-            self.process.join()
-            raise self._died() from error
+        self._send(task)
+        kind, value, trace = self._receive()
+        while kind == "record":
+            tell(value)
+            kind, value, trace = self._receive()
         if kind == "result":
             return value
         if isinstance(value, workers.LostGpu):
@@ -61,7 +61,30 @@ class _Worker:
             value.__cause__ = _There(f"\n{trace}")
         raise value
 
+    def _send(self, task: Callable[[], Any]) -> None:
+        try:
+            self.pipe.send(task)
+        except ConnectionError as error:
+            raise self._died() from error
+
+    def _receive(self) -> tuple[str, Any, str]:
+        """What it says next. (A child of its own may hold all pipes open when it has died.)"""
+        try:
+            while not self.pipe.poll(LOOK):
+                if self.process.exitcode is not None and not self.pipe.poll():
+                    raise EOFError
+            said = self.pipe.recv_bytes()
+        except (EOFError, ConnectionError) as error:
+            raise self._died() from error
+        try:
+            answer: tuple[str, Any, str] = pickle.loads(said)
+        except BaseException:  # whatever comes next belongs to this task: nobody shall take it
+            self.process.kill()
+            raise
+        return answer
+
     def _died(self) -> WorkerDied:
+        self.process.join()
         code = self.process.exitcode or 0
         if code >= 0:
             return WorkerDied(f"its process ended with status {code}")
@@ -83,15 +106,15 @@ def _say(text: str) -> None:
 
 
 class Crew(Executor):
-    """Does tasks in worker processes. One whose worker dies is begun again in a new one, once.
+    """Does tasks in worker processes. One whose worker dies is begun ``again`` in a new one, once.
 
     ``records`` is what tasks tell on the way (`workers.tell`). Leaving it by an error kills
     whoever works: a second Ctrl-C, say, leaves nobody training.
     """
 
-    def __init__(self, size: int, say: Callable[[str], object] = _say) -> None:
+    def __init__(self, size: int, say: Callable[[str], object] = _say, again: bool = True) -> None:
         self.records: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._say = say
+        self._say, self._again = say, again
         self._threads = ThreadPoolExecutor(size)  # each looks after one worker
         self._own = threading.local()
         self._lock = threading.Lock()
@@ -105,7 +128,7 @@ class Crew(Executor):
         try:
             return self._worker().do(task, self.records.put)
         except WorkerDied as error:
-            if self._stopping:
+            if self._stopping or not self._again:
                 raise
             self._say(f"a run is begun again: {error}")
         return self._worker().do(task, self.records.put)
@@ -139,6 +162,8 @@ class Crew(Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self._threads.shutdown(wait, cancel_futures=cancel_futures)
         if wait:
+            for worker in self._workers:
+                worker.pipe.close()
             for worker in self._workers:
                 worker.dismiss()
 

@@ -72,27 +72,25 @@ def run_all(jobs: list[Job], processes: int, command: str) -> dict[str, str] | N
     with (
         workers.terminable(),
         Board(jobs, processes) as board,
-        Crew(processes, board.say) as crew,
+        Crew(processes, board.say, again=all(job.run.keep.resume for job in jobs)) as crew,
     ):
         futures = {crew.submit(_work, job, command): job for job in jobs}
-        ended: dict[str, str] = {}
         try:
             with watched(crew):
                 while futures:
                     done = [future for future in futures if future.done()]
                     _drain(crew.records, board)  # all that those have told, and more
                     for future in done:
-                        job = futures.pop(future)
-                        ended[job.name] = _finish(future, job, board)
+                        _finish(future, futures.pop(future), board)
         except KeyboardInterrupt:
             board.say("stopping: runs in progress are saved")
             stop(crew)
             return None
-        if "stopped" in ended.values():
+        if "stopped" in board.ended.values():
             return None
         return {
             name: status.removeprefix(FAILED)
-            for name, status in ended.items()
+            for name, status in board.ended.items()
             if status.startswith(FAILED)
         }
 
@@ -107,8 +105,7 @@ def _drain(records: Any, board: Board) -> None:
             return
 
 
-def _finish(future: Future[str], job: Job, board: Board) -> str:
-    """How a run ended."""
+def _finish(future: Future[str], job: Job, board: Board) -> None:
     try:
         status = future.result()
     except WorkerDied as error:
@@ -116,7 +113,6 @@ def _finish(future: Future[str], job: Job, board: Board) -> str:
     except LabError as error:
         raise LabError(f"{job.name}: {error}") from error
     board.finish(job.name, status)
-    return status
 
 
 class Board(Shown):

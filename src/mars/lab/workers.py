@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -42,27 +43,28 @@ def serve(pipe: Connection) -> None:
     global _pipe
     _pipe = pipe
     begin()
-    while (answer := _next(pipe)) is not None:
+    with suppress(EOFError, ConnectionError):
+        while True:
+            pipe.send_bytes(_answer(pipe.recv_bytes()))
+
+
+def _answer(task: bytes) -> bytes:
+    """Do a task: its result or its error, pickled as whoever asked for it can read it."""
+    try:
+        return _pickled("result", pickle.loads(task)(), "")
+    except BaseException as error:
+        trace = traceback.format_exc()
         try:
-            pipe.send(answer)
-        except ConnectionError:
-            return
-        except Exception as error:  # it cannot be pickled
-            pipe.send(("error", RuntimeError(f"{answer[1]!r}: {error}"), answer[2]))
+            return _pickled("error", error, trace)
+        except Exception:  # of a class that cannot be pickled, or not be made again
+            text = f"{type(error).__name__}, in a worker:\n{trace}"
+            return pickle.dumps(("error", RuntimeError(text), trace))
 
 
-def _next(pipe: Connection) -> tuple[str, Any, str] | None:
-    """Do the next task: its result or its error; None if there will be no more."""
-    try:
-        task = pipe.recv()
-    except (EOFError, ConnectionError):
-        return None
-    except Exception as error:  # it is of a module that cannot be imported here, say
-        return "error", error, traceback.format_exc()
-    try:
-        return "result", task(), ""
-    except BaseException as error:  # whoever asked for it shall know
-        return "error", error, traceback.format_exc()
+def _pickled(*answer: object) -> bytes:
+    said = pickle.dumps(answer)
+    pickle.loads(said)
+    return said
 
 
 def tell(what: object) -> None:
