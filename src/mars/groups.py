@@ -36,8 +36,9 @@ _EMBEDDING = re.compile(r"(^|[._])(wte|wpe|emb|(tok|pos)?_?embed\w*|cls_token)([
 _PATCHES = re.compile(r"(^|[._])patch_?embed")
 _HEAD = re.compile(r"(^|\.)(lm_head|head|heads|classifier|score|embed_out)(\.|$)|^(fc|output)\.")
 _NUMBERED = re.compile(r"\.\d+\.")  # a layer of many
-# What torch.compile, DDP, FSDP and checkpointing put into names: a wrapped model is routed alike.
+# Modules that hold a model and nothing else call it so.
 _HOLDERS = ("model.", "net.", "network.", "base_model.")
+# What torch.compile, DDP, FSDP and checkpointing put into names: a wrapped model is routed alike.
 _WRAPPED = re.compile(
     r"^(module\.)+|(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )

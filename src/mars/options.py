@@ -215,9 +215,10 @@ def check_changed(groups: Sequence[Mapping[str, Any]], checked: dict[int, dict[s
 def _tell_about_rates(group: Mapping[str, Any], before: dict[str, Any]) -> None:
     """A schedule by hand that moves lr and lr_1d alike moves the rate of vectors twice."""
     rate, lr, base = group["lr_1d"], group["lr"], group["base_lr"]
-    moved = before.setdefault("lr_1d", rate) != rate and type(lr) is float and lr != base
-    matters = base > SMALLEST_BASE_LR and any(p.ndim != 2 for p in group["params"])
-    if moved and matters and "told" not in before:
+    if before.setdefault("lr_1d", rate) == rate or "told" in before:
+        return  # as in almost every step
+    alone = type(lr) is float and lr != base and base > SMALLEST_BASE_LR
+    if alone and any(p.ndim != 2 for p in group["params"]):
         before["told"] = True
         logger.warning(
             "lr_1d became %g beside lr=%g: it is the rate of vectors at lr = base_lr = %g, and "

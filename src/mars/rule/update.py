@@ -55,7 +55,7 @@ class Moments(NamedTuple):
     v_max: Tensor | None = None
 
 
-def matrix_shape(shape: Sequence[int], stacked: bool = False) -> tuple[int, ...]:
+def matrix_shape(shape: Sequence[int], stacked: bool) -> tuple[int, ...]:
     """A tensor as a matrix, (first, rest); stacked, as many of them, in its last two dimensions."""
     return tuple(shape) if stacked else (shape[0], prod(shape[1:]))
 
