@@ -32,7 +32,7 @@ from mars import exchange
 from mars.engines import Batch, foreach
 from mars.rule import Hyper
 from mars.rule.newton_schulz import NewtonSchulz
-from mars.sharding import ALONE, Layout, Ranks, blocks, flops
+from mars.sharding import ALONE, Layout, Ranks, block, flops
 
 SENT = 0  # bytes to other ranks
 
@@ -52,6 +52,10 @@ def shapes(width: int, layers: int) -> list[tuple[int, int]]:
     return [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * layers
 
 
+def blocks(length: int, world: int) -> list[int]:
+    return [block(length, world, rank) for rank in range(world)]
+
+
 def jobs(matrices: list[torch.Tensor], layout: Callable, batch: Batch, world: int) -> list:
     solve = partial(foreach.orthogonal, batch)
     dtype = getattr(torch, batch.k.ns.dtype)
@@ -60,7 +64,8 @@ def jobs(matrices: list[torch.Tensor], layout: Callable, batch: Batch, world: in
         own = layout(m)
         part = m if own is None else m.split(blocks(m.shape[0], world))[dist.get_rank()]
         cost = flops(batch.kind, m.shape, batch.k.ns.steps)
-        made.append(exchange.Job(part, tuple(m.shape), own, cost, solve, dtype, dtype))
+        shape = tuple(m.shape)
+        made.append(exchange.Job(part, shape, shape, own, cost, solve, dtype, dtype))
     return made
 
 
