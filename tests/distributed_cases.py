@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import pickle
 import warnings
 from functools import cache
@@ -100,6 +101,12 @@ def mesh(*shape: int) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
+@cache
+def gpu_mesh(world: int) -> DeviceMesh:
+    os.environ["LOCAL_RANK"] = "0"  # all on the first GPU
+    return init_device_mesh("cuda", (world,))
+
+
 def shard(model: nn.Sequential, over: DeviceMesh, **options: Any) -> nn.Module:
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -134,7 +141,7 @@ def compare(
     world, halves = dist.get_world_size(), strategy == "ddp-no-sync"
     key = (str(options), mode, dtype, halves)
     if key not in _alone:
-        _alone[key] = alone(options, mode, dtype, halves)
+        _alone[key] = alone({**options, "fused": False}, mode, dtype, halves)
     expected = _alone[key]
     start = [full(p) for p in make_model(dtype).parameters()]
     model = spread(make_model(dtype), strategy, world)
@@ -450,12 +457,134 @@ def diagnosed() -> tuple[list[float], list[float]]:
     return out[0], out[1]
 
 
+def lean_state(engine: dict[str, Any], mars_type: str, path: str) -> tuple[float, float]:
+    """With moments of 16 bits: how far from one process, and, saved and loaded, from going on."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    options = {"mars_type": mars_type, "state_dtype": "bfloat16", "ns_dtype": "float32", **engine}
+    away = compare("fsdp", options, "approximate", "float32")
+    world, ends = dist.get_world_size(), []
+    model = spread(make_model("float32"), "fsdp", world)
+    optimizer = MARS(model.parameters(), **{**OPTIONS, **options})
+    train(model, optimizer, "approximate", torch.float32, world, False)
+    optimizer.zero_grad()
+    held = get_state_dict(model, optimizer)
+    dcp.save(dict(zip(("model", "optimizer"), held, strict=True)), checkpoint_id=path)
+    assert all(optimizer.state[p]["exp_avg"].dtype == torch.bfloat16 for p in model.parameters())
+    for again in (False, True):
+        if again:
+            model = spread(make_model("float32"), "fsdp", world)
+            optimizer = MARS(model.parameters(), **{**OPTIONS, **options})
+            parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            dcp.load(parts, checkpoint_id=path)
+            set_state_dict(
+                model, optimizer, model_state_dict=parts["model"],
+                optim_state_dict=parts["optimizer"],
+            )  # fmt: skip
+        train(model, optimizer, "approximate", torch.float32, world, False)
+        ends.append([full(p) for p in model.parameters()])
+    return away, furthest(*ends)
+
+
+def eight_bits() -> None:
+    q = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh(dist.get_world_size()), [Shard(0)]))
+    q.grad = torch.zeros_like(q)
+    MARS([q], state_dtype="8bit").step()
+
+
+def other_part() -> None:
+    """A gradient that is cut elsewhere than its parameter, and says that it is not."""
+    over, rank = mesh(dist.get_world_size()), dist.get_rank()
+    q = nn.Parameter(distribute_tensor(torch.ones(4, 3), over, [Shard(0)]))
+    own = torch.ones(1 if rank == 0 else 3, 3)
+    q.grad = DTensor.from_local(
+        own, over, [Shard(0)], run_check=False, shape=torch.Size((4, 3)), stride=(3, 1)
+    )
+    MARS([q], fused=True, clip=None, second_moment="raw").step()
+
+
+def fused_parts(options: dict[str, Any]) -> tuple[str, int]:
+    """What `explain` says of shards, and how many of them the plan has."""
+    import mars
+
+    model = spread(make_model("float32"), "fsdp", dist.get_world_size())
+    optimizer = MARS(model.parameters(), fused=True, **{**OPTIONS, **options})
+    train(model, optimizer, "approximate", torch.float32, dist.get_world_size(), False)
+    plan = optimizer._plan
+    assert plan is not None
+    assert plan.complete
+    return mars.explain(optimizer), sum(len(b.x) for _, own in plan.outside for b in own)
+
+
+def parts_on_a_gpu(options: dict[str, Any], dtype: str = "float32") -> float:
+    """Parameters cut by rows on one GPU that all ranks share; how far from one process on a CPU.
+
+    Gloo can only sum there, so nothing is gathered: a rank compares its own part.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    over = gpu_mesh(world)
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(64, 48), (7, 40), (33,), (1, 5), (8, 4, 3), (300, 300)]
+    plain = [nn.Parameter(torch.randn(s, generator=generator).to(getattr(torch, dtype)))
+             for s in shapes]  # fmt: skip
+
+    def part(whole: Tensor) -> Tensor:
+        pieces = whole.detach().chunk(world)
+        return pieces[rank].clone() if rank < len(pieces) else whole.detach()[:0].clone()
+
+    def cut(whole: Tensor) -> DTensor:
+        return DTensor.from_local(
+            part(whole).cuda(), over, [Shard(0)], run_check=False, shape=whole.shape,
+            stride=whole.stride(),
+        )  # fmt: skip
+
+    parts = [nn.Parameter(cut(p)) for p in plain]
+    first = MARS(plain, foreach=False, **{**OPTIONS, **options, "ns_dtype": "float32"})
+    second = MARS(parts, **{**OPTIONS, **options, "ns_dtype": "float32"})
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for _ in range(4):
+        for p, q in zip(plain, parts, strict=True):
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype) / 8
+            q.grad = cut(p.grad)
+        first.step()
+        second.step()
+    assert second._plan is not None
+    assert bool(second._plan.outside) == (world > 1)
+    pairs = [(q.to_local().cpu(), part(p)) for p, q in zip(plain, parts, strict=True)]
+    return max(float((a - b).abs().max()) for a, b in pairs if a.numel())
+
+
+def engines_differ(options: dict[str, Any]) -> float:
+    """On one rank some gradients do not lie as kernels read them: foreach steps those there."""
+    over, world = mesh(dist.get_world_size()), dist.get_world_size()
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(4, 6), (8, 2), (3,), (6, 4)]
+    values = [torch.randn(shape, generator=generator) for shape in shapes]
+    plain = [nn.Parameter(v.clone()) for v in values]
+    cut = [nn.Parameter(distribute_tensor(v.clone(), over, [Shard(0)])) for v in values]
+    first = MARS(plain, **{**OPTIONS, **options})
+    second = MARS(cut, fused=True, **{**OPTIONS, **options})
+    for _ in range(3):
+        for i, (p, q) in enumerate(zip(plain, cut, strict=True)):
+            p.grad = torch.randn(shapes[i], generator=generator)
+            part = distribute_tensor(p.grad.clone(), over, [Shard(0)]).to_local()
+            if i % 3 == 0 and dist.get_rank() == 0:
+                part = part.t().contiguous().t()
+            q.grad = DTensor.from_local(part, over, [Shard(0)], shape=p.shape, stride=p.stride())
+        first.step()
+        second.step()
+    assert second._plan is not None
+    assert second._plan.complete == (dist.get_rank() != 0 or world == 1)
+    return furthest(plain, cut)
+
+
 def with_norms_of_parts(kind: str) -> float:
     """The table's measure for the usual mistake: clipping by the norm of the part that is here."""
     from mars import clipping
 
     right = clipping.whole_norms
-    clipping.whole_norms = lambda norms, _: [n.double() for n in norms]
+    clipping.whole_norms = lambda norms, *_: [n.double() for n in norms]
     try:
         return compare("fsdp", {"mars_type": kind})
     finally:

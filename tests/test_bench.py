@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -281,3 +283,19 @@ def test_a_wrong_choice_is_told_the_right_ones(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         main(["--help"])
     assert capsys.readouterr().out.count("    python -m mars.bench") >= 2
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "line"),
+    [
+        ("distributed_ns.py", "--ranks 2 --width 16 --layers 1 --repetitions 1", "replicated: own"),
+        ("shards.py", "--model gpt-tiny --rounds 1 --steps 1", "MARS-AdamW, no clip, raw"),
+    ],
+)
+def test_scripts_for_many_ranks(script: str, options: str, line: str, tmp_path: Path) -> None:
+    bench = Path(__file__).parents[1] / "bench" / script
+    command = [sys.executable, str(bench), *options.split(), "--out", str(tmp_path / "out.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert line in done.stdout
+    assert json.loads((tmp_path / "out.json").read_text())["ranks"] >= 2

@@ -9,6 +9,7 @@ mistake: clipping by the norm of one shard is off by more than 1e-3 (`test_the_t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
@@ -70,6 +71,52 @@ def test_in_the_precision_of_training(strategy: str, kind: str, two: Ranks) -> N
     tolerance = 0.05 if KINDS[kind].matrix else 1e-4
     (first, second) = two.run(CASES, "compare", strategy, options, "approximate", "float32")
     assert first == second < tolerance
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+@pytest.mark.parametrize("strategy", ["fsdp", "zero"])
+@pytest.mark.parametrize("kind", ["mars-adamw", "mars-lion"])
+def test_the_fused_engine_steps_parts(strategy: str, kind: str, two: Ranks) -> None:
+    more: list[dict] = [
+        {"clip": clip, "max_grad_norm": norm}
+        for clip, norm in product(("tensor", "global", None), (None, 0.5))
+    ]
+    more += [
+        {"max_grad_norm": 0.5, "consume_grads": True},
+        {"clip": "global", "maximize": True, "amsgrad": True, "optimize_1d": True},
+        {"mars_type": "plain-adamw"},
+    ]
+    cases = [
+        (strategy, {"mars_type": kind, "fused": True, **options}, "approximate", "float32")
+        for options in more
+    ]
+    cases.append((strategy, {"mars_type": kind, "fused": True}, "protocol", "float32"))
+    for answers in two.run(CASES, "compare_many", cases):
+        for case, difference in zip(cases, answers, strict=True):
+            assert difference < 1e-4, case
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+@pytest.mark.parametrize("clip", ["tensor", "global", None])
+def test_shards_are_fused_and_ranks_need_not_agree(clip: str | None, two: Ranks) -> None:
+    for table, parts in two.run(CASES, "fused_parts", {"clip": clip}):
+        assert parts == 8
+        assert "foreach" not in table
+    for options in ({"clip": clip}, {"clip": clip, "max_grad_norm": 0.5}):
+        assert max(two.run(CASES, "engines_differ", options)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["mars-adamw", "mars-m"])
+def test_moments_of_16_bits(kind: str, two: Ranks, tmp_path: Path) -> None:
+    """Rounded at random, by other numbers than on one process; alike after a checkpoint."""
+    engines: list[dict] = [{}]
+    if kind == "mars-adamw" and find_spec("triton") is not None:
+        engines.append({"fused": True})
+    for engine in engines:
+        path = str(tmp_path / str(bool(engine)))
+        for away, again in two.run(CASES, "lean_state", engine, kind, path):
+            assert 0 < away < (0.4 if kind == "mars-m" else 0.05)  # Newton–Schulz multiplies it
+            assert again == 0
 
 
 @pytest.mark.parametrize("kind", ["mars-adamw", "mars-m"])
@@ -199,6 +246,8 @@ def test_the_state_of_zero_is_that_of_one_process(two: Ranks) -> None:
     ("function", "words"),
     [
         ("partial_parameter", "cannot step blocks.0.weight: its placements"),
+        ("eight_bits", 'cannot be kept in 8 bits; use "bfloat16"'),
+        ("other_part", "they are cut in different places"),
         ("plain_state", "is a plain tensor, and the parameter a DTensor"),
         ("zero_closure", "exact mode with a closure needs all parameters here"),
     ],

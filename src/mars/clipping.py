@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -17,13 +16,13 @@ Group = dict[str, Any]
 NORMS = {"reference": reference.norms, "foreach": foreach.norms, "cpu": cpu.norms}
 
 
-def _whole(norms: Sequence[Sequence[Tensor]], batches: Sequence[Batch]) -> list[list[Tensor]]:
+def _whole(norms: Sequence[Tensor], batches: Sequence[Batch]) -> list[Tensor]:
     """The norms of whole tensors, batch by batch, from those of the parts that are here."""
-    layouts = [b.layouts or [None] * len(b.x) for b in batches]
     if not any(b.layouts for b in batches):
-        return [list(own) for own in norms]
-    flat = iter(whole_norms(list(chain(*norms)), list(chain(*layouts))))
-    return [[next(flat) for _ in own] for own in norms]
+        return list(norms)
+    layouts = [b.layouts or [None] * len(b.x) for b in batches]
+    places = [[(b.group, b.kind, str(b.x[0].dtype), i) for i in b.places] for b in batches]
+    return whole_norms(norms, layouts, places)
 
 
 def _total(norms: Sequence[Tensor], ranks: Ranks, home: torch.device) -> Tensor:
@@ -33,11 +32,29 @@ def _total(norms: Sequence[Tensor], ranks: Ranks, home: torch.device) -> Tensor:
         parts: dict[torch.device, list[Tensor]] = {}
         for n in norms:
             parts.setdefault(n.device, []).append(n.double())
-        stacks = [torch.stack(own).to(home) for own in parts.values()]
+        stacks = [torch.cat(own).to(home) for own in parts.values()]
         own = torch.linalg.vector_norm(torch.cat(stacks))
     else:
         own = torch.zeros((), dtype=torch.float64, device=home)
     return ranks.norm(own)
+
+
+def _norms(batch: Batch, engine: str) -> Tensor:
+    """Of c, one a tensor."""
+    if batch.launch is not None:
+        return batch.launch.norms(batch, corrected=True)  # type: ignore[no-any-return]
+    return torch.stack(NORMS[engine](batch))
+
+
+def _gradient_norms(batch: Batch) -> Tensor:
+    if batch.launch is not None:
+        return batch.launch.norms(batch, corrected=False)  # type: ignore[no-any-return]
+    return torch.stack(torch._foreach_norm([g.to(batch.m[0].dtype) for g in batch.g]))
+
+
+def _wide(batch: Batch) -> torch.dtype:
+    """What it is computed in; a fused batch may hold its moments in fewer bits."""
+    return torch.float32 if batch.launch is not None else batch.m[0].dtype
 
 
 def clip_lengths(
@@ -49,9 +66,9 @@ def clip_lengths(
     """
     asked = [i for i, (b, _) in enumerate(batches) if _asks(b)]
     own = [batches[i] for i in asked]
-    norms = _whole([NORMS[engine](b) for b, engine in own], [b for b, _ in own])
+    norms = _whole([_norms(*pair) for pair in own], [b for b, _ in own])
     of = dict(zip(asked, norms, strict=True))
-    shared = [n for i in asked if batches[i][0].k.clip == "global" for n in of[i]]
+    shared = [of[i] for i in asked if batches[i][0].k.clip == "global"]
     total = None
     if shared or (ranks.partition and any(g["clip"] == "global" for g in groups)):
         total = _total(shared, ranks, _home(groups))
@@ -61,15 +78,16 @@ def clip_lengths(
             lengths.append(None)
         elif b.k.clip == "global":
             assert total is not None
-            lengths.append(total.to(b.x[0].device, b.m[0].dtype))
+            lengths.append(total.to(b.x[0].device, _wide(b)))
         else:
-            lengths.append(torch.stack(of[i]).to(b.m[0].dtype))
+            lengths.append(of[i].to(_wide(b)))
     return lengths
 
 
 def _asks(b: Batch) -> bool:
     """Whether this batch is clipped by norms that its engine does not compute."""
-    return bool(b.h) and (b.k.clip == "global" or (b.k.clip == "tensor" and bool(b.layouts)))
+    apart = bool(b.layouts) or b.launch is not None
+    return bool(b.h) and (b.k.clip == "global" or (b.k.clip == "tensor" and apart))
 
 
 def _home(groups: Sequence[Group]) -> torch.device:
@@ -89,14 +107,17 @@ def clip_gradients(
     asked = any(g["max_grad_norm"] is not None for g in groups)
     if not clipped and not (ranks.partition and asked):
         return None
-    norms = [torch._foreach_norm([g.to(b.m[0].dtype) for g in b.g]) for b in clipped]
-    total = _total(list(chain(*_whole(norms, clipped))), ranks, _home(groups))
+    norms = [_gradient_norms(b) for b in clipped]
+    total = _total(_whole(norms, clipped), ranks, _home(groups))
     consumed: list[tuple[Tensor, Tensor]] = []
     for batch, engine in pairs:
         assert batch.max_grad_norm is not None
-        wide = batch.m[0].dtype
+        wide = _wide(batch)
         length = total.to(batch.x[0].device)
         factor = (batch.max_grad_norm / (length + 1e-6)).clamp(max=1.0).to(wide)
+        if batch.launch is not None:
+            batch.launch.shrink(batch, factor)
+            continue
         if engine == "cpu" and factor == 1.0:
             continue  # a CPU may ask, and saves a copy of all gradients
         taken = list(batch.g)

@@ -18,14 +18,13 @@ from mars.dispatch import (
     engine_for,
     new_batch,
     one_launch,
-    set_numbers,
     shares_norm,
     steps_now,
 )
 from mars.engines import CELLS, COLUMNS, Batch, foreach
 from mars.plan import Plan
 from mars.rule import KINDS, matrix_shape
-from mars.sharding import Ranks, flops
+from mars.sharding import Ranks, flops, is_cut
 
 if TYPE_CHECKING:
     from mars.optimizer import MARS
@@ -40,9 +39,12 @@ def may_scale(optimizer: MARS) -> bool:
     """Whether all is fused, so that a GradScaler may leave unscaling and skipping to the step."""
     if optimizer._observer is not None or not all(g["is_approx"] for g in optimizer.param_groups):
         return False
+    if optimizer._plan is not None and optimizer._plan.outside:
+        return False
     pairs = _stepped(optimizer)
-    alone = one_launch(pairs) or not any(shares_norm(g, p) for g, p in pairs)
-    if not pairs or not alone:
+    shared = any(shares_norm(g, p) for g, p in pairs)
+    alone = not shared or (one_launch(pairs) and not optimizer._ranks.partition)
+    if not pairs or not alone or any(is_cut(p) for _, p in pairs):
         return False
     return all(steps_now(group, p, optimizer._ranks) for group, p in pairs)
 
@@ -65,12 +67,12 @@ def collect(optimizer: MARS, plan: Plan | None) -> tuple[Plan | None, list[tuple
     fused = [batch for batch, name in found if name == "fused"]
     made = None
     pairs = _stepped(optimizer)
-    shared = any(shares_norm(g, p) for g, p in pairs)
-    if fused and shared and not (len(fused) == len(found) and one_launch(pairs)):
-        found = [_unfused(optimizer, *pair) for pair in found]
-    elif fused:
+    if fused:
+        alone = len(fused) == len(found) and one_launch(pairs) and not optimizer._ranks.partition
+        alone = alone and not any(batch.layouts for batch in fused)
+        joint = not alone and any(shares_norm(g, p) for g, p in pairs)
         lists = [own for (_, name), own in zip(found, members, strict=True) if name == "fused"]
-        made = Plan(optimizer, fused, lists)
+        made = Plan(optimizer, fused, lists, joint)
     if not compiling:  # a graph of the step must not set attributes
         optimizer._plan = made
     return made, [(batch, name) for batch, name in found if name != "fused"]
@@ -84,6 +86,7 @@ def _batches(
     members: list[list[Tensor]] = []
     if not torch.compiler.is_compiling():  # which would compile anew for other gradients
         _part_gradients(optimizer)
+    first = 0
     for index, group in enumerate(optimizer.param_groups):
         columns: list[list[Any]] = [[] for _ in COLUMNS]
         kinds: list[str] = []
@@ -91,11 +94,14 @@ def _batches(
         layouts: list[Any] = []
         optimizer._init_group(group, may_fuse, kinds, fused, layouts, *columns)
         x, t = columns[0], columns[2]
+        stepped = [(i, p) for i, p in enumerate(group["params"], first) if p.grad is not None]
+        first += len(group["params"])
         split: dict[Any, int] = {}
         other = _other_engine(group, x)
         for i, kind in enumerate(kinds):
             spread = layouts[i] is not None
-            key = (kind, x[i].device, x[i].dtype, fused[i], spread, id(x[i]) in planned)
+            place, p = stepped[i]
+            key = (kind, x[i].device, x[i].dtype, fused[i], spread, id(p) in planned)
             if key not in split:
                 split[key] = len(batches)
                 batch = new_batch(kind, group, index, x[i], t[i], fused[i])
@@ -105,7 +111,8 @@ def _batches(
             batches[split[key]][0].add(*(column[i] for column in columns))
             if spread:
                 batches[split[key]][0].layouts.append(layouts[i])
-            members[split[key]].append(x[i])
+            batches[split[key]][0].places.append(place)
+            members[split[key]].append(p)
     for batch, _ in batches:
         batch.view_complex_as_real()
     return batches, members
@@ -123,15 +130,6 @@ def _part_gradients(optimizer: MARS) -> None:
             p.grad = p.grad.clone()  # type: ignore[union-attr]
 
 
-def _unfused(optimizer: MARS, batch: Batch, name: str) -> tuple[Batch, str]:
-    """A batch for another engine. (To collect anew would find the state begun.)"""
-    if name != "fused":
-        return batch, name
-    group = optimizer.param_groups[batch.group]
-    set_numbers(batch, group, batch.x[0], fused=False)
-    return batch, "foreach" if _shared(optimizer, batch) else _other_engine(group, batch.x)
-
-
 def _other_engine(group: dict[str, Any], x: list[Tensor]) -> str:
     """What steps these tensors of a group where fused does not."""
     name = engine_for(group, x)
@@ -139,19 +137,21 @@ def _other_engine(group: dict[str, Any], x: list[Tensor]) -> str:
     return "reference" if name == "cpu" and differentiable else name
 
 
-def step_batches(optimizer: MARS, batches: list[tuple[Batch, str]]) -> None:
-    """Step what is not fused.
+def step_batches(optimizer: MARS, batches: list[tuple[Batch, str]], plan: Plan | None) -> None:
+    """Step what is not fused, and end what the plan has only begun.
 
     Matrices that other ranks work on travel while this rank steps everything else.
     """
     groups, ranks, observer = optimizer.param_groups, optimizer._ranks, optimizer._observer
-    wide = [(b.widened() if b.lean() else b, name) for b, name in batches]
+    outside = [] if plan is None else plan.outside
+    batches = [*batches, *((b, "fused") for _, own in outside for b in own)]
+    wide = [(b.widened() if b.launch is None and b.lean() else b, name) for b, name in batches]
     norm = clip_gradients(wide, groups, ranks)
     if norm is not None:
         if optimizer._grad_norm is None:  # a rank without gradients of its own
             optimizer._grad_norm = torch.zeros_like(norm, dtype=torch.float32)
         optimizer._grad_norm.copy_(norm)
-    elif optimizer._grad_norm is not None and not _norms(optimizer._plan):
+    elif optimizer._grad_norm is not None and not _norms(plan):
         optimizer._grad_norm.zero_()  # nothing that is clipped by it has a gradient
     lengths = clip_lengths(wide, groups, ranks)
     away = [_shared(optimizer, batch) for batch, _ in wide]
@@ -166,10 +166,14 @@ def step_batches(optimizer: MARS, batches: list[tuple[Batch, str]]) -> None:
             observer.before(batch, clip_by)
         if gone:
             _sent([(batch, clip_by)], ranks)()
+        elif batch.launch is not None:
+            batch.launch.clip(batch, clip_by)
         else:
             CELLS[name](batch, clip_by)
         if observer is not None:
             observer.after(batch)
+    for launch, _ in outside:
+        launch.finish()
     if finish is not None:
         finish()
     for (narrow, _), (batch, _) in zip(batches, wide, strict=True):

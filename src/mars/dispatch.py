@@ -18,7 +18,7 @@ from mars.options import LEAN_BUFFERS, ratio_1d, state_format
 from mars.rule import KINDS, Hyper
 from mars.rule.estimator import Scalar
 from mars.rule.newton_schulz import NewtonSchulz
-from mars.sharding import ALONE, Ranks
+from mars.sharding import ALONE, Ranks, here, is_cut, laid_out_alike
 from mars.state import kind_of, needs_last_grad
 
 Group = dict[str, Any]
@@ -84,26 +84,27 @@ def why_not_fused(group: Group, p: Tensor, ranks: Ranks = ALONE) -> str | None:
     reason = (None if in_interpreter else _no_device(p.device)) or _no_triton()
     if reason is not None:
         return reason
-    if type(p.data) is not Tensor:
-        return f"a {type(p.data).__name__}"
+    held = here(p.data)
+    if type(held) is not Tensor:
+        return f"a {type(held).__name__}"
     if KINDS[kind_of(p, group)].matrix:
-        if ranks.replicate:
+        if ranks.replicate or is_cut(p):
             return "ranks share Newton–Schulz"
         if p.ndim > 2 and group["matrix_rule"] == "stack":
             return STACK
-    if ranks.partition and shares_norm(group, p):
-        return "a norm over the tensors of all ranks"
     if p.dtype not in FUSED_DTYPES:
         return f"{p.dtype}: it takes float32, bfloat16 and float16"
-    if not p.is_contiguous():
+    if not held.is_contiguous():
         return NOT_CONTIGUOUS
     return None
 
 
 def steps_now(group: Group, p: Tensor, ranks: Ranks) -> bool:
     """Whether the fused engine steps this tensor now: with a gradient that is dense and alike."""
-    g = p.grad
-    dense = g is not None and g.dtype == p.dtype and g.is_contiguous() and not g.is_neg()
+    if p.grad is None or not laid_out_alike(p, p.grad):
+        return False
+    g = here(p.grad)
+    dense = g.dtype == p.dtype and g.is_contiguous() and not g.is_neg()
     return dense and why_not_fused(group, p, ranks) is None
 
 

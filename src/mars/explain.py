@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from mars.dispatch import engine_for, one_launch, shares_norm, why_not_fused
+from mars.dispatch import engine_for, why_not_fused
 from mars.exchange import plan_text
 from mars.rule import KINDS
 from mars.sharding import layout_of
@@ -41,16 +41,13 @@ def engine_rows(optimizer: MARS) -> list[tuple[str, ...]]:
     reasons = [why_not_fused(group, p, optimizer._ranks) for _, group, p in pairs]
     if optimizer._observer is not None:
         reasons = ["mars.diagnose is watching"] * len(pairs)
-    both = [(group, p) for _, group, p in pairs]
-    alike = one_launch(both) and not any(reasons)
-    if any(shares_norm(*pair) for pair in both) and not alike:
-        together = "a norm over all tensors, and they are not all fused in one launch"
-        reasons = [reason or together for reason in reasons]
     lines: Counter[tuple[str, ...]] = Counter()
     for (i, group, p), reason in zip(pairs, reasons, strict=True):
-        engine = "fused" if reason is None else engine_for(group, group["params"])
-        if layout_of(p, group) or (optimizer._ranks.replicate and KINDS[kind_of(p, group)].matrix):
-            engine = "foreach"
+        engine = "fused"
+        if reason is not None:
+            shares = optimizer._ranks.replicate and KINDS[kind_of(p, group)].matrix
+            alone = layout_of(p, group) is None and not shares
+            engine = engine_for(group, group["params"]) if alone else "foreach"
         lines[str(group.get("name", i)), kind_of(p, group), engine, reason or ""] += 1
     rows: list[tuple[str, ...]] = [("group", "rule", "tensors", "engine", "why not fused")]
     rows += [(name, kind, str(n), engine, why) for (name, kind, engine, why), n in lines.items()]

@@ -296,7 +296,7 @@ class MARS(Optimizer):
             plan, batches = collect(self, plan)
         # A GradScaler hands these over if the whole step is fused; see _step_supports_amp_scaling.
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if batches and found_inf is not None:
+        if (batches or (plan is not None and plan.outside)) and found_inf is not None:
             raise RuntimeError(
                 "a GradScaler left unscaling and skipping to the fused step, and this step is not "
                 "all fused (it is compiled, captured, or changed since): use fused=False with it"
@@ -305,7 +305,7 @@ class MARS(Optimizer):
             exact.remember(self, closure is not None)
         if plan is not None:
             plan.run(self, grad_scale, found_inf)
-        step_batches(self, batches)
+        step_batches(self, batches, plan)
         if plan is not None:
             plan.consume(self, copied=found_inf is not None)
         else:

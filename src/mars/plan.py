@@ -15,9 +15,11 @@ from mars import state
 from mars.dispatch import capturing, set_numbers
 from mars.engines import Batch
 from mars.options import CHECKS
+from mars.sharding import here, is_sharded, laid_out_alike
 
 if TYPE_CHECKING:
     from mars.engines.fused.launch import Launch
+    from mars.engines.fused.outside import Outside
     from mars.optimizer import MARS
 
 # Options that are numbers, and may change from step to step without a new plan.
@@ -54,14 +56,19 @@ class Plan:
     of the same shape, gradients that are dense and of the same dtype.
     """
 
-    def __init__(self, optimizer: MARS, batches: list[Batch], members: list[list[Tensor]]) -> None:
+    def __init__(
+        self, optimizer: MARS, batches: list[Batch], members: list[list[Tensor]], joint: bool
+    ) -> None:
+        """``joint``: others than one launch have tensors in a norm that the step needs."""
         from mars.engines.fused.launch import Launch, forms
+        from mars.engines.fused.outside import Outside
 
         self.batches = batches
         self.structure = [_structure(group) for group in optimizer.param_groups]
         self.everyone = optimizer._all()
         self.idle = [p for p in self.everyone if p.grad is None]
         self.params = [p for batch in members for p in batch]
+        self.sharded = any(map(is_sharded, self.params))
         self.complete = len(self.params) + len(self.idle) == len(self.everyone)
         self.states = list(optimizer.state.values())
         self.own = [optimizer.state[p] for p in self.params]
@@ -73,14 +80,19 @@ class Plan:
         self.repeats = all(b.keep_g or b.consume for b in batches if b.h)
         alike: dict[Any, list[Batch]] = {}
         for b in batches:
-            alike.setdefault((b.x[0].device, b.x[0].dtype), []).append(b)
+            outside = joint or bool(b.layouts)
+            alike.setdefault((outside, b.x[0].device, b.x[0].dtype), []).append(b)
         norm = optimizer._grad_norm
         if norm is not None and norm.device != batches[0].x[0].device:  # of other tensors before
             optimizer._grad_norm = norm.to(batches[0].x[0].device)
         self.launches: list[tuple[Launch, list[Batch]]] = []
-        for group in alike.values():
+        self.outside: list[tuple[Outside, list[Batch]]] = []
+        for (outside, *_), group in alike.items():
             parts = [group] if len(forms(group)) == 1 else [[b] for b in group]
-            self.launches += [(Launch(part, optimizer._grad_norm), part) for part in parts]
+            if outside:
+                self.outside += [(Outside(part), part) for part in parts]
+            else:
+                self.launches += [(Launch(part, optimizer._grad_norm), part) for part in parts]
 
     def _buffers(self) -> list[Tensor]:
         """What the state holds; of people's notes nothing."""
@@ -88,11 +100,16 @@ class Plan:
             return [held for own in self.own for name, held in own.items() if name in state.OURS]
         return list(chain.from_iterable(map(dict.values, self.own)))
 
+    def _here(self, tensors: list[Tensor]) -> list[Tensor]:
+        return list(map(here, tensors)) if self.sharded else tensors
+
+    def _addresses_held(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self._here(self.params + self.buffers)))
+
     def _note_buffers(self) -> None:
         self.noted = any(own.keys() - state.OURS for own in self.own)
         self.buffers = self._buffers()
-        self.placed = self.params + self.buffers
-        self.addresses = list(map(Tensor.data_ptr, self.placed))
+        self.addresses = self._addresses_held()
 
     def renew(self, optimizer: MARS) -> bool:
         """Take this step's gradients and numbers. False if anything else has changed."""
@@ -107,13 +124,15 @@ class Plan:
             or not _same(optimizer._all(), self.everyone)
             or not _same(list(optimizer.state.values()), self.states)
             or not _same(self._buffers(), self.buffers)
-            or list(map(Tensor.data_ptr, self.placed)) != self.addresses
+            or self._addresses_held() != self.addresses
             or list(map(_shape, self.params)) != self.shapes
-            or not all(map(_dense, self.params))
+            or not all(map(_dense, self._here(self.params)))
             or not all(map(partial(is_not, None), gradients))
             or any(p.grad is not None for p in self.idle)
+            or (self.sharded and not all(map(laid_out_alike, self.params, gradients)))
         ):
             return False
+        gradients = self._here(gradients)
         first = 0
         for batch in self.batches:
             own = gradients[first : first + len(batch.x)]
@@ -138,10 +157,11 @@ class Plan:
 
     def ready(self) -> bool:
         """Whether a graph could capture this step: nothing would have to be uploaded."""
-        return all(launch.ready(own, *self._addresses(own)) for launch, own in self.launches)
+        everything = [*self.launches, *self.outside]
+        return all(launch.ready(own, *self._addresses(own)) for launch, own in everything)
 
     def run(self, optimizer: MARS, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """Queue the launches."""
+        """Queue the launches; of those whose norms are completed outside, the beginning."""
         versions = [version for b in self.batches for version in map(_version, b.h)]
         graph = capturing()
         if graph and self not in optimizer._captured:
@@ -151,8 +171,12 @@ class Plan:
         known = versions == self.versions and self.repeats and not graphs
         for launch, own in self.launches:
             launch.run(own, *self._addresses(own), known, grad_scale, found_inf, graph)
+        for outside, own in self.outside:
+            outside.begin(own, *self._addresses(own), outside.one, outside.zero, False, graph)
         # Kernels write behind autograd's back; a graph that saved a parameter must notice.
         increment_version(self.params)
+        if self.sharded:
+            increment_version(self._here(self.params))
         self.versions = versions
         if not graph:
             for batch in self.batches:
@@ -167,7 +191,7 @@ class Plan:
         for batch in self.batches:
             if batch.h:
                 own = self.own[first : first + len(batch.x)]
-                batch.h = [buffers["last_grad"] for buffers in own]
+                batch.h = self._here([buffers["last_grad"] for buffers in own])
             first += len(batch.x)
         self._note_buffers()
         self.versions = [version for b in self.batches for version in map(_version, b.h)]

@@ -66,6 +66,18 @@ def is_sharded(p: Tensor) -> bool:
     return hasattr(p, "placements") and hasattr(p, "device_mesh")
 
 
+def here(value: Any) -> Tensor:
+    """The part of a DTensor that is here; any other tensor itself."""
+    part = getattr(value, "_local_tensor", value)
+    return part if type(part) is Tensor else _waited(part)
+
+
+def is_cut(p: Any) -> bool:
+    """Whether other processes have other parts of it."""
+    ways = enumerate(getattr(p, "placements", ()))
+    return any(not way.is_replicate() and p.device_mesh.size(i) > 1 for i, way in ways)
+
+
 def _name(p: Tensor, group: Group) -> str:
     place = next(i for i, q in enumerate(group["params"]) if q is p)
     names = group.get("param_names")
@@ -106,12 +118,18 @@ def local(p: Any, value: Any, group: Group) -> Any:
         raise RuntimeError(
             f"{_name(p, group)} has the placements {p.placements}, its state {value.placements}"
         )
-    return _waited(value._local_tensor)
+    return here(value)
 
 
 def _waited(value: Any) -> Tensor:
     """Not a promise of a collective that still runs."""
     return value.wait() if hasattr(value, "wait") else value  # type: ignore[no-any-return]
+
+
+def laid_out_alike(p: Any, g: Any) -> bool:
+    """Whether p and its gradient are both plain, or DTensors cut alike."""
+    same: bool = getattr(p, "placements", None) == getattr(g, "placements", None)
+    return same and here(p).shape == here(g).shape
 
 
 def gradient(p: Any, group: Group) -> Any:
@@ -124,9 +142,47 @@ def gradient(p: Any, group: Group) -> Any:
     return g
 
 
-def whole_norms(norms: Sequence[Tensor], layouts: Sequence[Layout | None]) -> list[Tensor]:
-    """The norms of whole tensors in float64, from those of their parts."""
-    return [s.sqrt() for s in whole_sums([n.double().square() for n in norms], layouts)]
+def whole_norms(
+    norms: Sequence[Tensor], layouts: Sequence[Sequence[Layout | None]],
+    places: Sequence[Sequence[Any]],
+) -> list[Tensor]:  # fmt: skip
+    """The norms of whole tensors in float64, from those of their parts; lists of them as vectors.
+
+    One reduction a mesh, in the order of ``places``, which is the same on every rank: they need not
+    have the same engine for the same tensor, nor the same lists.
+    """
+    squares = [n.double().square() for n in norms]
+    for device in sorted({s.device for s in squares}, key=str):
+        own = [i for i, s in enumerate(squares) if s.device == device]
+        rows = [row for i in own for row in zip(places[i], layouts[i], strict=True)]
+        together: dict[Any, list[tuple[Any, int]]] = {}
+        for position, (place, layout) in enumerate(rows):
+            if layout is not None:
+                together.setdefault((layout.mesh, layout.cut), []).append((place, position))
+        flat = torch.cat([squares[i] for i in own])
+        for members in sorted(map(sorted, together.values())):
+            layout = rows[members[0][1]][1]
+            assert layout is not None
+            runs = _runs([position for _, position in members])
+            parts = torch.cat([flat[run] for run in runs])
+            for group in layout.groups:
+                dist.all_reduce(parts, group=group)
+            for run, part in zip(runs, parts.split([r.stop - r.start for r in runs]), strict=True):
+                flat[run] = part
+        for i, part in zip(own, flat.split([len(squares[i]) for i in own]), strict=True):
+            squares[i] = part
+    return [s.sqrt() for s in squares]
+
+
+def _runs(positions: Sequence[int]) -> list[slice]:
+    """Positions as slices, of which there are few: an index would have to be uploaded."""
+    runs: list[slice] = []
+    for position in positions:
+        if runs and runs[-1].stop == position:
+            runs[-1] = slice(runs[-1].start, position + 1)
+        else:
+            runs.append(slice(position, position + 1))
+    return runs
 
 
 def whole_sums(sums: Sequence[Tensor], layouts: Sequence[Layout | None]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from mars.options import LEAN_BUFFERS, state_format
 from mars.rule import KINDS, formats
 from mars.rule.formats import GROUP
+from mars.sharding import here, is_sharded
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
@@ -88,6 +89,13 @@ def check_gradient(p: Tensor, group: Mapping[str, Any]) -> None:
             f"the gradient has shape {tuple(p.grad.shape)}, its parameter {tuple(p.shape)}: the "
             "parameter was changed after the backward pass"
         )
+    if is_sharded(p) and getattr(p, "placements", None) == getattr(p.grad, "placements", None):
+        cut, own = here(p.grad).shape, here(p).shape
+        if cut != own:
+            raise RuntimeError(
+                f"the part of the gradient that is here has shape {tuple(cut)}, that of its "
+                f"parameter {tuple(own)}: they are cut in different places"
+            )
     if not (p.is_floating_point() or p.is_complex()):
         raise RuntimeError(f"a parameter of {p.dtype} cannot be trained: use a floating dtype")
     if p.grad is not None and p.grad.layout != torch.strided:
@@ -134,10 +142,13 @@ def _check_new(name: str, dtype: torch.dtype, own: Mapping[str, Any], p: Tensor)
             "after the first step of this parameter; make a new optimizer for it"
         )
     lean = dtype in (torch.uint8, torch.bfloat16) and dtype != p.dtype
-    if lean and (type(p.data) is not Tensor or p.is_complex()):
+    halved = is_sharded(p) and not p.is_complex()  # 16 bits of it can be kept, but not 8
+    plain = type(p.data) is Tensor or (halved and dtype == torch.bfloat16)
+    if lean and (not plain or p.is_complex()):
         raise RuntimeError(
             f"state_dtype: {name} of a {type(p.data).__name__} of {p.dtype} cannot be kept in "
-            "fewer bits; use state_dtype=None for it"
+            + ('8 bits; use "bfloat16"' if halved else "fewer bits; use state_dtype=None")
+            + " for it"
         )
 
 
@@ -195,8 +206,8 @@ def _drop_last_grad(own: dict[str, Any], kind: str, group: Mapping[str, Any]) ->
 def straighten(own: dict[str, Any], p: Tensor) -> None:
     """Lay the state out as kernels read it: dense in order, steps counted beside it in float32."""
     for name, value in own.items():
-        if name in OURS and not value.is_contiguous():
-            own[name] = value.contiguous()
+        if name in OURS and not here(value).is_contiguous():
+            own[name] = value.clone(memory_format=torch.contiguous_format)
     own["step"] = own["step"].to(p.device, torch.float32)
 
 

@@ -40,6 +40,8 @@ class Batch:
     v_exp: list[Tensor] = field(default_factory=list)
     h_exp: list[Tensor] = field(default_factory=list)
     layouts: list[Any] = field(default_factory=list)  # of sharded tensors, see mars.sharding
+    places: list[int] = field(default_factory=list)  # of all tensors, among all parameters
+    launch: Any = None  # of a fused batch whose norms are completed outside, see fused/outside.py
 
     def add(self, *row: Tensor | None) -> None:
         """Append one tensor with its buffers, in the order of COLUMNS."""

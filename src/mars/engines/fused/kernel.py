@@ -101,7 +101,7 @@ def prepare(
 
 
 @triton.jit
-def _squares(
+def squares(
     gradient, last, exponents, start, n, kappa, scale, VECTOR: tl.constexpr,
     CORRECTED: tl.constexpr, GRAD: tl.constexpr, H_FORM: tl.constexpr, ITEM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -152,7 +152,7 @@ def _update(
     v_held: tl.constexpr = (ANY // at.HAS_V) % 2 + (ALL // at.HAS_V) % 2
     x_held: tl.constexpr = 2 - (ANY // at.IS_MATRIX) % 2 - (ALL // at.IS_MATRIX) % 2
 
-    squares = tl.zeros((BLOCK,), tl.float32)
+    m_squares = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, ITEM if VECTOR else tl.minimum(ITEM, n - start), BLOCK):
         offsets = tl.arange(0, BLOCK)
         begin = start + first
@@ -192,7 +192,7 @@ def _update(
             m += mix * c
             held += mix * c
         if x_held < 2:  # the norm of what Newton–Schulz will read
-            squares += held * held
+            m_squares += held * held
         if x_held > 0:
             if matrix == 0:
                 u = m
@@ -226,7 +226,7 @@ def _update(
         if at.CONSUME & ANY:
             if rescaled:
                 store(pointer(gradient, GRAD) + begin, offsets, g.to(GRAD), limit, VECTOR)
-    return tl.sum(squares)
+    return tl.sum(m_squares)
 
 
 @triton.jit(do_not_specialize=["h_known"])  # 0 in the first step: the second would compile again
@@ -263,12 +263,12 @@ def step(
         if op == at.NORM:
             start = item.to(tl.int64) * NORM_ITEM
             if ((gradient & 15) == 0) & (start + NORM_ITEM <= n):
-                part = _squares(
+                part = squares(
                     gradient, last, 0, start, n, kappa, unscale, True, False, GRAD, H_FORM,
                     NORM_ITEM, BLOCK,
                 )  # fmt: skip
             else:
-                part = _squares(
+                part = squares(
                     gradient, last, 0, start, n, kappa, unscale, False, False, GRAD, H_FORM,
                     NORM_ITEM, BLOCK,
                 )  # fmt: skip
@@ -292,12 +292,12 @@ def step(
                 scale = tl.load(figure + at.G_SCALE, cache_modifier=".cg") * unscale
                 exponents = tl.load(row + at.H_EXP)
                 if (((gradient | last) & 15) == 0) & (start + EXACT_ITEM <= n):
-                    part = _squares(
+                    part = squares(
                         gradient, last, exponents, start, n, kappa, scale, True, True, GRAD,
                         H_FORM, EXACT_ITEM, BLOCK,
                     )  # fmt: skip
                 else:
-                    part = _squares(
+                    part = squares(
                         gradient, last, exponents, start, n, kappa, scale, False, True, GRAD,
                         H_FORM, EXACT_ITEM, BLOCK,
                     )  # fmt: skip
@@ -319,7 +319,7 @@ def step(
             c_scale = 1.0
             if op == at.SMALL:
                 exponents = tl.load(row + at.H_EXP)
-                part = _squares(
+                part = squares(
                     gradient, last, exponents, start, n, kappa, g_scale, False, True, GRAD,
                     H_FORM, UPDATE_ITEM, BLOCK,
                 )  # fmt: skip

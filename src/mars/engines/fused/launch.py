@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from itertools import accumulate, chain
 from operator import and_, or_
@@ -21,7 +21,8 @@ from mars.engines.fused.host import on_host, upload
 from mars.engines.fused.matrices import Stacks
 from mars.rule import KINDS
 
-BLOCK, WARPS = 512, 4
+BLOCK = 512
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 NORM_ITEM, EXACT_ITEM, UPDATE_ITEM = 16384, 65536, 8192
 SIZE = 128  # tensors that a program of the first launch prepares
 SLOTS = 8  # tables of addresses that are kept, for gradients that come back to where they were
@@ -58,7 +59,9 @@ class Slots:
         return slot
 
 
-def _items(op: tl.constexpr, tensor: int, size: int, item: int, backwards: bool = False) -> Tensor:
+def items_of(
+    op: tl.constexpr, tensor: int, size: int, item: int, backwards: bool = False
+) -> Tensor:
     """Rows (op and tensor, item) of the list of work, for one tensor."""
     index = torch.arange(max(1, -(-size // item)), dtype=torch.int32, device="cpu")
     entry = torch.full_like(index, (op.value << 28) + tensor)
@@ -71,11 +74,11 @@ def schedule(sizes: Sequence[int], flags: Sequence[int], together: bool, normed:
     small = [c and n <= UPDATE_ITEM and not together for c, n in zip(clipped, sizes, strict=True)]
     everyone = range(len(sizes))
     exact = [i for i in everyone if clipped[i] and not small[i]]
-    parts = [_items(at.NORM, i, sizes[i], NORM_ITEM) for i in (everyone if normed else exact)]
-    parts += [_items(at.EXACT, i, sizes[i], EXACT_ITEM) for i in exact]
+    parts = [items_of(at.NORM, i, sizes[i], NORM_ITEM) for i in (everyone if normed else exact)]
+    parts += [items_of(at.EXACT, i, sizes[i], EXACT_ITEM) for i in exact]
     # Backwards: what the norms read last is still in the cache.
     updates = [i for i in reversed(everyone) if not small[i]]
-    parts += [_items(at.UPDATE, i, sizes[i], UPDATE_ITEM, True) for i in updates]
+    parts += [items_of(at.UPDATE, i, sizes[i], UPDATE_ITEM, True) for i in updates]
     ones = [(at.SMALL.value << 28) + i for i in everyone if small[i]]
     parts.append(torch.tensor([ones, [0] * len(ones)], dtype=torch.int32, device="cpu").T)
     return torch.cat(parts)
@@ -159,8 +162,7 @@ class Launch:
         self.counts = (self.n if self.normed else clipped, clipped)  # tensors with NORM, with EXACT
         self.flags = (reduce(or_, flags), reduce(and_, flags))
         self.table = upload(rows, torch.int64, self.device)
-        work = schedule(sizes, flags, self.together, self.normed)
-        self.work = upload(work, torch.int32, self.device)
+        self.work = upload(self._schedule(sizes, flags), torch.int32, self.device)
         counters = at.CONTROL.value + at.COUNTERS.value * self.n
         self.counters = torch.zeros(counters, dtype=torch.int32, device=self.device)
         wide: Any = {"dtype": torch.float32, "device": self.device}  # whatever the default is
@@ -173,6 +175,9 @@ class Launch:
         self.hypers = Slots(at.HYPERS.value * len(batches), torch.float64, self.device)
         self.addresses = Slots(2 * len(batches), torch.int64, self.device)
         self.stacks = Stacks(batches, self.device)
+
+    def _schedule(self, sizes: Sequence[int], flags: Sequence[int]) -> Tensor:
+        return schedule(sizes, flags, self.together, self.normed)
 
     def _tables(
         self, batches: Sequence[Batch], g: Sequence[int], h: Sequence[int]
@@ -194,23 +199,38 @@ class Launch:
         grad_scale: Tensor | None, found_inf: Tensor | None, capturing: bool,
     ) -> None:  # fmt: skip
         """Step the batches; ``g`` and ``h`` are the addresses of gradients and last gradients."""
-        tables = self._tables(batches, g, h)
-        hypers, addresses, gradients = (slots.get(values, capturing) for slots, values in tables)
         amp = found_inf is not None or grad_scale is not None
         scale = self.one if grad_scale is None else grad_scale.to(self.device, non_blocking=True)
         inf = self.zero if found_inf is None else found_inf.to(self.device, non_blocking=True)
-        options = {"num_warps": WARPS, "enable_fp_fusion": True}
-        # Triton launches on the current device.
-        guard = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-        with guard:
+        self.begin(batches, g, h, scale, inf, amp, capturing)
+        self.step(h_known, inf, amp)
+
+    def begin(
+        self, batches: Sequence[Batch], g: Sequence[int], h: Sequence[int], scale: Tensor,
+        inf: Tensor, amp: bool, capturing: bool,
+    ) -> None:  # fmt: skip
+        """Count the steps, and turn hyper-parameters into the numbers of each tensor."""
+        tables = self._tables(batches, g, h)
+        hypers, addresses, gradients = (slots.get(values, capturing) for slots, values in tables)
+        self.now = hypers, gradients
+        with self.on_device():
             kernel.prepare[(-(-self.n // SIZE),)](
                 self.table, self.n, hypers, addresses, self.counters, self.figures, scale, inf,
-                amp, self.slack, SIZE, **options,
+                amp, self.slack, SIZE, **OPTIONS,
             )  # fmt: skip
+
+    def step(self, h_known: bool, inf: Tensor, amp: bool) -> None:
+        """Work through the list, then Newton–Schulz."""
+        hypers, gradients = self.now
+        with self.on_device():
             kernel.step[(len(self.work),)](
                 self.table, gradients, hypers, self.work, self.n, *self.counts, int(h_known),
                 self.counters, self.figures, *self.sums, self.norm, inf,
                 *self.flags, GRAD[self.dtype], *self.forms, self.together, amp, BLOCK, NORM_ITEM,
-                EXACT_ITEM, UPDATE_ITEM, **options,
+                EXACT_ITEM, UPDATE_ITEM, **OPTIONS,
             )  # fmt: skip
             self.stacks.step(self, gradients, GRAD[self.dtype], inf, amp)
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Triton launches on the current device."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()

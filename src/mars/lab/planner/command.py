@@ -52,8 +52,8 @@ class PlanArgs:
     reduce: Literal["fp32", "bf16"] = "fp32"
     """How gradients are sent."""
     engine: Literal["auto", "fused", "foreach"] = "auto"
-    """MARS's engine; auto is what the library uses: for shards, and for matrices that ranks share,
-    foreach."""
+    """MARS's engine; auto is what the library uses: foreach for matrices that ranks share, fused
+    for everything else."""
     mfu: float | None = None
     """Share of the peak that forward and backward reach; by default from products, attention and
     bytes, at the rates that were measured on an H200."""

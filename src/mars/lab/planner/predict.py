@@ -136,19 +136,21 @@ def setting_of(job: Job, optimizer: Optimizer) -> Setting:
     """What holds for one optimizer.
 
     Gradients of DDP and FSDP2 are views of larger buffers, and are copied even if consumed. The
-    library's fused engine steps tensors of one rank: shards, and matrices whose Newton–Schulz ranks
-    share, go by foreach. torch's own is fused for shards, too.
+    library's fused engine steps everything but matrices whose Newton–Schulz ranks share, which go
+    by foreach; beside those, and in shards, norms are computed by launches of their own.
     """
     alone = job.cluster.gpus == 1
     engine: Engine = "fused"
+    shared = False
+    matrix = RULES[optimizer.hidden].matrix
+    if not optimizer.torch and not alone:
+        engine, shared = "foreach" if matrix else "fused", job.cluster.shards > 1 or matrix
     if not optimizer.torch and job.engine != "auto":
-        engine = job.engine
-    elif not optimizer.torch and not alone:
-        shared = job.cluster.shards > 1 or RULES[optimizer.hidden].matrix
-        engine = "foreach" if shared else "fused"
+        engine, shared = job.engine, shared and job.engine == "fused"
     return dataclasses.replace(
         job.setting,
         engine=engine,
+        shared=shared,
         consume=optimizer.consume and alone,
         clip_tensor=not optimizer.unclipped,
         raw=optimizer.unclipped,
@@ -160,9 +162,7 @@ def rank_memory(job: Job, optimizer: Optimizer) -> Memory:
     shards, setting = job.cluster.shards, setting_of(job, optimizer)
     local = memory.local_shapes(job.model.shapes, shards)
     held = float(sum(shape.numel for shape in local) * setting.param_bytes)
-    space = max(
-        steps.space_bytes(optimizer, local, own, setting.engine) for own in loads(job, optimizer)
-    )
+    space = max(steps.space_bytes(optimizer, local, own, setting) for own in loads(job, optimizer))
     return Memory(
         parameters=held,
         gradients=held,

@@ -116,6 +116,13 @@ class Setting:
     clip_all: bool = True  # the gradient of the whole model to a norm
     consume: bool = False  # gradients become last gradients: not for DDP's and FSDP2's, views
     engine: Engine = "fused"
+    # Ranks share matrices or norms: foreach steps what they share, and norms are computed apart.
+    shared: bool = False
+
+
+def engine_of(rule: str, setting: Setting) -> Engine:
+    """What steps tensors of this rule."""
+    return "fused" if setting.shared and not RULES[rule].matrix else setting.engine
 
 
 def keeps_last_grad(rule: str, setting: Setting) -> bool:
@@ -139,14 +146,19 @@ def state_bytes_per_element(rule: str, setting: Setting) -> float:
 def step_bytes_per_element(rule: str, setting: Setting) -> float:
     """Read and written by a step, Newton–Schulz's own products left out."""
     r, p = RULES[rule], setting.param_bytes
-    if setting.engine == "foreach" and rule in FOREACH_BYTES:
+    if engine_of(rule, setting) == "foreach" and rule in FOREACH_BYTES:
         return FOREACH_BYTES[rule] + (3 * p if r.torch and setting.clip_all else 0)
     state = state_bytes_per_element(rule, setting)
     if r.torch:
         clip = 3 * p if setting.clip_all else 0  # norm; then read and written by the factor
         return clip + (MUON_BYTES if r.matrix else 3 * p + 2 * state)
-    normed = setting.clip_all or (setting.clip_tensor and r.last_grad)
-    moved = (2 if normed else 1) * p + 2 * p + 2 * state
+    corrected = setting.clip_tensor and r.last_grad
+    moved = 3 * p + 2 * state
+    if setting.shared:  # norms of g and of c are passes of their own
+        last = p if setting.state == "float32" else FORM_BYTES[setting.state]
+        moved += p * setting.clip_all + (p + last) * corrected
+    elif setting.clip_all or corrected:
+        moved += p
     if setting.consume and keeps_last_grad(rule, setting) and setting.state == "float32":
         moved -= p  # h is not written
     if r.matrix:  # moments are read once more, stacked in 16 bits, and read again
@@ -190,7 +202,9 @@ def host_seconds(
     """What Python and the driver need: where it is longer than the GPU's work, it is the time."""
     tensors = len(shapes)
     if setting.engine == "foreach":
-        return HOST_SECONDS_PER_FOREACH_TENSOR * tensors
+        engines = [engine_of(optimizer.rule(shape), setting) for shape in shapes]
+        loops = HOST_SECONDS_PER_FOREACH_TENSOR * engines.count("foreach")
+        return loops + HOST_SECONDS_PER_TENSOR["mars"] * engines.count("fused")
     if not optimizer.torch:
         own = HOST_SECONDS_PER_TENSOR["mars"] * tensors + HOST_SECONDS_PER_LAUNCH * launches
         handed = sum(keeps_last_grad(optimizer.rule(shape), setting) for shape in shapes)
@@ -226,12 +240,13 @@ def ownership_costs(optimizer: Optimizer, matrices: Sequence[newton_schulz.Matri
 
 def space_bytes(
     optimizer: Optimizer, shapes: Sequence[Shape], matrices: Sequence[newton_schulz.Matrix],
-    engine: Engine,
+    setting: Setting,
 ) -> float:  # fmt: skip
     """Held during the step only: temporaries of what is here, or stacks of what is owned."""
-    if engine == "foreach":
+    if setting.engine == "foreach":
         rules = (optimizer.rule(shape) for shape in shapes)
-        each = zip(shapes, rules, strict=True)
+        each = [pair for pair in zip(shapes, rules, strict=True)
+                if engine_of(pair[1], setting) == "foreach"]  # fmt: skip
         return float(sum(shape.numel * FOREACH_SPACE_BYTES.get(rule, 0) for shape, rule in each))
     if optimizer.torch or not RULES[optimizer.hidden].matrix:
         return 0.0

@@ -139,7 +139,7 @@ def _benchmark(row: dict[str, Any], everybodys_bytes: int) -> Iterator[Compared]
     state = steps.state_bytes(optimizer, shapes, setting) / sum(s.numel for s in shapes)
     yield Compared(where, name, "state, bytes a parameter", state, row["state"], False)
     matrices = [(s.size[0], s.size[1]) for s in shapes if s.hidden]
-    space = steps.space_bytes(optimizer, shapes, matrices, setting.engine) / 1e6
+    space = steps.space_bytes(optimizer, shapes, matrices, setting) / 1e6
     if space:
         measured = (row["extra"] - everybodys_bytes) / 1e6
         foreach = setting.engine == "foreach"

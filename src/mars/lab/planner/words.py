@@ -68,7 +68,7 @@ def verdict(job: Job, p: Prediction) -> str:
 
 def refused(job: Job) -> bool:
     """Whether the library would not have the state in this form there."""
-    return job.cluster.shards > 1 and job.setting.state != "float32"
+    return job.cluster.shards > 1 and job.setting.state == "8bit"
 
 
 def _optimizer(predictions: Sequence[Prediction], room: int | None) -> str:
@@ -127,7 +127,7 @@ def answer(job: Job, predictions: Sequence[Prediction]) -> str:
         text = f"{job.model.name} does not fit on {gpu}"
     sentences = [text + "."]
     if refused(job):
-        sentences.append(f"But shards with {job.setting.state} state are refused by MARS as yet.")
+        sentences.append("But shards with 8-bit state are refused by MARS: take bfloat16.")
     wanting = [p for p in predictions if not p.fits]
     if wanting:
         sentences.append(_remedy(job, wanting))
@@ -149,7 +149,7 @@ def _remedy(job: Job, wanting: Sequence[Prediction]) -> str:
         then = _enough([fits_from(again, OPTIMIZERS[p.name]) for p in wanting])
         if then is not None and then != now:
             ways.append(f"with --recompute {then} GPUs do")
-    if job.setting.state == "float32" and job.cluster.shards == 1:
+    if job.setting.state == "float32":
         ways.append("--state bfloat16 halves MARS's state")
     return "Otherwise: " + ("; ".join(ways) or "a smaller model") + "."
 
@@ -198,7 +198,7 @@ def assumptions(job: Job) -> list[str]:
             "Newton–Schulz sends (16 bits an element) is not hidden",
         ]
         if refused(job):
-            lines.append("the library refuses fewer bits of state for shards (DTensor) as yet")
+            lines.append("the library refuses 8-bit state for shards (DTensor)")
         lines.append("consume_grads saves nothing: gradients are views of buckets and are copied")
     return [*lines, f"{g.name}: {g.source}"]
 
