@@ -1,12 +1,13 @@
 """Tokens a second: mars.lab's GPT against a plain one, and MARS against AdamW, side by side.
 
     python bench/train_speed.py --model gpt2-small --batch 32 64 --out runs/speed.json
+    python bench/train_speed.py --graphs --fp8-head
     python bench/train_speed.py --model tiny --device cpu
 
 The plain one is written as nanoGPT is: torch's layers under autocast, torch.compile, all logits at
 once in F.cross_entropy, gradients clipped by clip_grad_norm_, torch's fused AdamW. Everything runs
 in one process, in rounds that take turns, so that the device is as warm for all.
-Tokens are random: arithmetic does not care.
+Tokens are random: arithmetic does not care. MFU is of the 16-bit peak, with an 8-bit head too.
 """
 
 from __future__ import annotations
@@ -195,13 +196,20 @@ def candidates(shape: Shape, args: argparse.Namespace) -> list[Candidate]:
             return model, lambda batch: graphs(batch, True)
         return model, passes
 
-    plain, ours = ready(Plain(shape)), ready(GPT(shape, lean_residual=not args.wide_residual))
+    lean = not args.wide_residual
+    plain, ours = ready(Plain(shape)), ready(GPT(shape, lean_residual=lean))
     every = [
         ("plain, AdamW", plain, adamw),
         ("ours, AdamW", ours, adamw),
         ("ours, MARS-AdamW", ours, by_mars("mars-adamw", args.clip)),
         ("ours, MARS-M", ours, by_mars("mars-m", args.clip)),
     ]
+    if args.fp8_head:
+        eight = ready(GPT(shape, lean_residual=lean, fp8_head=True))
+        every += [
+            ("ours, AdamW, fp8 head", eight, adamw),
+            ("ours, MARS-AdamW, fp8 head", eight, by_mars("mars-adamw", args.clip)),
+        ]
     chosen = [row for row in every if not args.only or any(word in row[0] for word in args.only)]
     return [Candidate(name, *made, make(made[0]), args.clip) for name, made, make in chosen]
 
@@ -262,6 +270,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--clip", type=float, default=1.0, help="of the gradient's norm; 0: none")
     parser.add_argument("--only", nargs="*", help="candidates whose name has one of these words")
     parser.add_argument("--wide-residual", action="store_true", help="float32 residual in ours")
+    parser.add_argument(
+        "--fp8-head", action="store_true", help="ours with an 8-bit head too (--loop.fp8-head)"
+    )
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument(
         "--graphs",

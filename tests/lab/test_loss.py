@@ -206,11 +206,12 @@ def test_validation_computes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("grads", [False, True])
-def test_operator_is_well_formed(grads: bool) -> None:
+def test_operator_is_well_formed(grads: bool, fp8: bool) -> None:
     """Schema and shapes for the compiler, by torch's own checks."""
     hidden, weight, targets = data(torch.float32)
-    args = (hidden.detach(), weight.detach(), targets, -100, grads)
+    args = (hidden.detach(), weight.detach(), targets, -100, grads, fp8)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.mars_lab.linear_cross_entropy.default, args, test_utils=tests)
 

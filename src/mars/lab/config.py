@@ -159,6 +159,9 @@ class Loop:
     """Of the forward and backward pass; auto is bf16 on a GPU that has it, fp32 on a CPU."""
     compile: bool | None = None
     """torch.compile the model; by default on a GPU only."""
+    fp8_head: bool = False
+    """GPT: multiply by the vocabulary in 8 bits while training, in bf16 on a GPU that can (compute
+    capability 8.9). Faster; gradients are coarser, validation is as ever. A CPU emulates it."""
     graphs: bool | None = None
     """Replay forward and backward as CUDA graphs, so that the host does not start every kernel; by
     default where passes are short. One process, bf16 or fp32, not exact mode."""
@@ -196,8 +199,7 @@ class Keep:
     out: str | None = None
     """Run directory, or --out for short; by default runs/RECIPE-OPTIMIZER-sSEED."""
     save_every: int | None = 1000
-    """Steps between checkpoints; there is one at the end and on Ctrl-C too. None: not a single one,
-    for the many runs of a study."""
+    """Steps between checkpoints, besides at the end and on Ctrl-C. None: none, as in studies."""
     last: int = 2
     """Checkpoints to keep, the newest; the best one stays besides."""
     resume: bool = True
@@ -285,41 +287,42 @@ def check(run: Run) -> Run:
                 right = value is None or (value > 0 if table is _ABOVE_ZERO else value >= 0)
                 if not right:
                     raise LabError(f"{part}.{name} must be {allowed}, it is {value}")
-    loop = run.loop
+    loop, schedule = run.loop, run.schedule
     _check_text(run) if isinstance(run.model, Model) else _check_images(run, run.model)
-    if not 0 <= run.schedule.min_lr <= 1:
-        raise LabError(f"schedule.min_lr is a share of the peak, 0 to 1, not {run.schedule.min_lr}")
-    if not 0 < run.schedule.decay_share <= 1:
-        raise LabError(
-            f"schedule.decay_share is above 0 and up to 1, not {run.schedule.decay_share}"
-        )
-    if not 0 <= run.schedule.rise_share < 1:
-        raise LabError(f"schedule.rise_share is 0 or above, below 1, not {run.schedule.rise_share}")
+    if not 0 <= schedule.min_lr <= 1:
+        raise LabError(f"schedule.min_lr is a share of the peak, 0 to 1, not {schedule.min_lr}")
+    if not 0 < schedule.decay_share <= 1:
+        raise LabError(f"schedule.decay_share is above 0 and up to 1, not {schedule.decay_share}")
+    if not 0 <= schedule.rise_share < 1:
+        raise LabError(f"schedule.rise_share is 0 or above, below 1, not {schedule.rise_share}")
     if not 0 <= loop.seed < 2**63:
         raise LabError(f"loop.seed must be 0 to 2**63 - 1, it is {loop.seed}")
     if loop.threads and loop.threads > 1024:
         raise LabError(f"loop.threads must be at most 1024, it is {loop.threads}")
-    if run.schedule.warmup_steps > loop.steps:
+    if schedule.warmup_steps > loop.steps:
         raise LabError(
-            f"schedule.warmup_steps ({run.schedule.warmup_steps}) is longer than the run "
+            f"schedule.warmup_steps ({schedule.warmup_steps}) is longer than the run "
             f"(loop.steps, {loop.steps})"
         )
-    if loop.micro_batch_size and loop.batch_size % loop.micro_batch_size:
-        raise LabError(
-            f"loop.batch_size ({loop.batch_size}) must be a multiple of "
-            f"loop.micro_batch_size ({loop.micro_batch_size})"
-        )
+    if loop.micro_batch_size:
+        _check_multiple(loop, "loop", "batch_size", "micro_batch_size")
     return run
+
+
+def _check_multiple(fields: object, part: str, name: str, divisor: str) -> None:
+    value, by = getattr(fields, name), getattr(fields, divisor)
+    if value % by:
+        raise LabError(f"{part}.{name} ({value}) must be a multiple of {part}.{divisor} ({by})")
 
 
 def _check_text(run: Run) -> None:
     model = run.gpt
     if not isinstance(run.data, Data):
         raise LabError("model is a GPT, but data are images: take a recipe for one or the other")
-    if model.n_embd % model.n_head:
-        raise LabError(
-            f"model.n_embd ({model.n_embd}) must be a multiple of model.n_head ({model.n_head})"
-        )
+    _check_multiple(model, "model", "n_embd", "n_head")
+    if run.loop.fp8_head and (model.n_embd % 16 or model.vocab_size % 16):
+        sizes = f"model.n_embd ({model.n_embd}) and model.vocab_size ({model.vocab_size})"
+        raise LabError(f"loop.fp8_head: {sizes} must be multiples of 16")
     if model.dropout >= 1:
         raise LabError(f"model.dropout must be below 1, it is {model.dropout}")
 
@@ -327,16 +330,13 @@ def _check_text(run: Run) -> None:
 def _check_images(run: Run, model: ImageModel) -> None:
     if not isinstance(run.data, ImageData):
         raise LabError("model is for images, but data are text: take a recipe for one or the other")
-    if model.arch == "vit" and model.size % model.patch:
-        raise LabError(
-            f"model.size ({model.size}) must be a multiple of model.patch ({model.patch})"
-        )
-    if model.arch == "vit" and model.width % model.heads:
-        raise LabError(
-            f"model.width ({model.width}) must be a multiple of model.heads ({model.heads})"
-        )
+    if model.arch == "vit":
+        _check_multiple(model, "model", "size", "patch")
+        _check_multiple(model, "model", "width", "heads")
     if model.label_smoothing >= 1:
         raise LabError(f"model.label_smoothing must be below 1, it is {model.label_smoothing}")
+    if run.loop.fp8_head:
+        raise LabError("loop.fp8_head is for GPTs: an image model has no head worth 8 bits")
     if run.loop.parallel == "fsdp2":
         raise LabError("loop.parallel fsdp2 is for GPTs: image models fit one GPU, use ddp")
 

@@ -11,6 +11,8 @@ FREE = frozenset({
     "eval_every", "diagnose_every", "skip_nan", "parallel", "shards",
     "epochs",  # steps are what counts
 })  # fmt: skip
+# Fields that came later than runs which are kept, and what those runs were.
+LATER = {"loop.fp8_head": False}
 
 
 def is_free(config: Mapping[str, Any], part: str, name: str) -> bool:

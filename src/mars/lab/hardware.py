@@ -100,6 +100,38 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if has_bf16 else torch.float32
 
 
+def check_fp8(device: torch.device, dtype: torch.dtype, tokens: int) -> None:
+    """Refuse an 8-bit head that could not be multiplied; ``tokens`` are those of a forward pass."""
+    gpu = None
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    reason = why_not_fp8(gpu, dtype, tokens)
+    if reason:
+        raise LabError(f"loop.fp8_head: {reason}")
+
+
+def why_not_fp8(
+    gpu: tuple[str, tuple[int, int]] | None, dtype: torch.dtype, tokens: int
+) -> str | None:
+    """In words; None if nothing stands in the way. A GPU is its name and compute capability.
+
+    >>> why_not_fp8(("NVIDIA A100", (8, 0)), torch.bfloat16, 1024)
+    'NVIDIA A100 has no 8-bit products (compute capability 8.0, they came with 8.9)'
+    """
+    if tokens % 16:
+        sizes = "loop.micro_batch_size times model.block_size"
+        return f"the tokens of a micro-batch ({sizes}, {tokens}) must be a multiple of 16"
+    if gpu is None:  # a CPU emulates it, in any precision
+        return None
+    name, (major, minor) = gpu
+    if (major, minor) < (8, 9):
+        capability = f"compute capability {major}.{minor}"
+        return f"{name} has no 8-bit products ({capability}, they came with 8.9)"
+    if dtype != torch.bfloat16:
+        return f"loop.precision must be bf16 on a GPU, it is {str(dtype)[6:]}"
+    return None
+
+
 def activation_bytes(run: Run, dtype: torch.dtype) -> float:
     """What the forward pass keeps of a token, roughly: 17 numbers a block and unit of width."""
     m = run.gpt

@@ -38,6 +38,8 @@ class Training:
         self.device = next(model.parameters()).device
         self.dtype = hardware.choose_precision(loop.precision, self.device)
         self.micro = task.micro_batch(self.device, self.world.size)
+        if loop.fp8_head:
+            hardware.check_fp8(self.device, self.dtype, self.micro * task.per_row)
         task.to(self.device, self.dtype)
         # Under DDP all have the same matrices: MARS shares their orthogonalisation out.
         self.optimizer = build(model, run.optimizer, replicated=self.world.mode == "ddp")

@@ -26,7 +26,7 @@ def make(task: Task, world: World, device: torch.device, dtype: torch.dtype) -> 
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     with torch.device("meta"):  # no process ever holds all of it
-        model = GPT(task.run.gpt, seed=None)
+        model = GPT(task.run.gpt, seed=None, fp8_head=task.run.loop.fp8_head)
     for module in (*model.transformer.h, model):
         fully_shard(module, mesh=world.mesh, mp_policy=policy)
     model.to_empty(device=device)

@@ -169,16 +169,21 @@ class GPT(nn.Module):
         seed: of the initial weights; None draws none, which is for who only wants the shapes.
         lean_residual: under autocast, keep the residual stream in autocast's dtype (as Megatron
             and llm.c do) rather than in float32 (as autocast would).
+        fp8_head: multiply by the vocabulary in 8 bits while training; not in eval mode, so that
+            losses of validations stay comparable.
     """
 
-    def __init__(self, config: Config, *, seed: int | None = 0, lean_residual: bool = True) -> None:
+    def __init__(
+        self, config: Config, *, seed: int | None = 0, lean_residual: bool = True,
+        fp8_head: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         if config.n_embd % config.n_head:
             raise LabError(
                 f"n_embd={config.n_embd} cannot be divided among n_head={config.n_head} heads"
             )
         self.config = config
-        self.lean_residual = lean_residual
+        self.lean_residual, self.fp8_head = lean_residual, fp8_head
         self.transformer = Transformer(config)
         if seed is not None:
             self.initialise(seed)
@@ -225,8 +230,9 @@ class GPT(nn.Module):
         hidden_BTD = self.hidden(tokens_BT)
         if targets_BT is not None:
             return linear_cross_entropy(
-                hidden_BTD.flatten(0, 1), self.transformer.wte.weight, targets_BT.flatten()
-            )
+                hidden_BTD.flatten(0, 1), self.transformer.wte.weight, targets_BT.flatten(),
+                fp8=self.fp8_head and self.training,
+            )  # fmt: skip
         if last_only:
             hidden_BTD = hidden_BTD[:, -1:]
         return F.linear(hidden_BTD, self.transformer.wte.weight)

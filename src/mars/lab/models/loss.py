@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mars.lab.models import float8
 from mars.lab.models.cublaslt import multiply
 from mars.lab.models.products import wide
 
@@ -29,8 +30,9 @@ GPU_SHARE = 64
 
 
 def linear_cross_entropy(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, ignore_index: int = -100
-) -> Tensor:
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, ignore_index: int = -100,
+    fp8: bool = False,
+) -> Tensor:  # fmt: skip
     """``F.cross_entropy(F.linear(hidden, weight), targets)``: the mean loss, in float32.
 
     The product is computed in autocast's dtype, if it is on, else in that of `hidden`; its
@@ -38,6 +40,9 @@ def linear_cross_entropy(
     `weight` is summed over chunks in the same. The gradient of the logits before it is scaled,
     softmax minus one-hot, is rounded to the dtype of the product: in float16 nothing of it is lost
     to a small 1/N, and the factor of a GradScaler need not be known beforehand.
+
+    With `fp8` all three products are in 8 bits (float8.py), logits and what is summed as before.
+    On a GPU every side must then be a multiple of 16.
 
     Targets equal to `ignore_index` count neither in the loss nor in the mean. Can be
     differentiated once.
@@ -47,7 +52,7 @@ def linear_cross_entropy(
         hidden_ND = hidden_ND.to(torch.get_autocast_dtype(device))
     wanted = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)
     op: Any = torch.ops.mars_lab.linear_cross_entropy
-    loss: Tensor = op(hidden_ND, weight_VD, targets_N, ignore_index, wanted)[0]
+    loss: Tensor = op(hidden_ND, weight_VD, targets_N, ignore_index, wanted, fp8)[0]
     return loss
 
 
@@ -111,6 +116,61 @@ def _rows(
     return logits_CV
 
 
+def _compute_fp8(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, ignore_index: int, grads: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`_compute` with products in 8 bits; of a chunk there are two more tensors, of half the size.
+
+    As many chunks as without: the gradient of the head cannot be added to by a product here, so
+    that each one more reads and writes it once more.
+    """
+    exact = wide(hidden_ND.dtype)
+    rows, vocabulary = len(hidden_ND), len(weight_VD)
+    hidden, weight = float8.rounded(hidden_ND), float8.rounded(weight_VD.to(hidden_ND.dtype))
+    losses_N = torch.empty(rows, dtype=exact, device=hidden_ND.device)
+    d_hidden = torch.empty_like(hidden_ND) if grads else hidden_ND.new_empty(0)
+    d_weight_VD = hidden_ND.new_empty(weight_VD.shape if grads else (0,), dtype=exact)
+    size = chunk_rows(rows, vocabulary * hidden_ND.element_size(), _budget(hidden_ND.device))
+    buffer_CV = hidden_ND.new_empty(min(size, rows), vocabulary)
+    gradient = float8.gradient_like(buffer_CV) if grads else None
+    for first in range(0, rows, size):
+        part = slice(first, first + size)
+        own = hidden.part(part)
+        logits_CV = buffer_CV[: len(own.rows_RC)]
+        scales = (hidden.scale, weight.scale)
+        float8.multiply(logits_CV, own.rows_RC, weight.rows_RC, scales, fast=True)
+        d = None if gradient is None else gradient.part(slice(len(logits_CV)))
+        _rows_fp8(logits_CV, targets_N[part], losses_N[part], ignore_index, d)
+        if d is not None:
+            scales = (d.scale, weight.scale)
+            float8.multiply(d_hidden[part], d.rows_RC, weight.columns_CR, scales)
+            scales = (d.scale, hidden.scale)
+            float8.multiply(d_weight_VD, d.columns_CR, own.columns_CR, scales, add=first > 0)
+    inverse = 1 / (targets_N != ignore_index).sum().to(exact)
+    return losses_N.sum() * inverse, inverse, d_hidden, d_weight_VD
+
+
+def _rows_fp8(
+    logits_CV: Tensor, targets_C: Tensor, losses_C: Tensor, ignore_index: int,
+    d: float8.Operand | None,
+) -> None:  # fmt: skip
+    """Write the losses and, in 8 bits, the gradient of their sum."""
+    usable = logits_CV.is_cuda and logits_CV.dtype != torch.float64
+    kernel, kernel8 = (_kernel(), float8.kernels()) if usable else (None, None)
+    if kernel is None or kernel8 is None:
+        exact_CV = logits_CV.to(losses_C.dtype)
+        exact_CV = _rows(exact_CV, targets_C, losses_C, ignore_index, d is not None)
+        if d is not None:
+            float8.store(exact_CV * float8.GRADIENT, d)
+        return
+    sums_C = torch.empty_like(losses_C)
+    kernel.losses_and_sums(logits_CV, targets_C, losses_C, sums_C, ignore_index)
+    if d is not None:
+        kernel8.gradients(
+            logits_CV, targets_C, sums_C, d.rows_RC, d.columns_CR, ignore_index, float8.GRADIENT
+        )
+
+
 @cache
 def _kernel() -> ModuleType | None:
     """The Triton kernel, where there is Triton."""
@@ -125,19 +185,21 @@ def _kernel() -> ModuleType | None:
 @torch.library.custom_op(
     "mars_lab::linear_cross_entropy",
     mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, bool grads)"
+    schema="(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, bool grads, bool fp8)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _operator(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, grads: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, grads: bool, fp8: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with torch.autocast(hidden.device.type, enabled=False):
+        if fp8 and len(hidden):
+            return _compute_fp8(hidden, weight, targets, ignore_index, grads)
         return _compute(hidden, weight, targets, ignore_index, grads)
 
 
 @_operator.register_fake
 def _shapes(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, grads: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, grads: bool, fp8: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     exact = wide(hidden.dtype)
     scalar = hidden.new_empty((), dtype=exact)
@@ -156,7 +218,7 @@ def _scale(ctx: Any, upstream: Tensor | None, *others: Tensor | None) -> tuple[T
     if any(other is not None for other in others):
         raise RuntimeError("linear_cross_entropy can be differentiated only once")
     if upstream is None:
-        return (None,) * 5
+        return (None,) * 6
     inverse, d_hidden, d_weight = ctx.saved_tensors
     factor = upstream * inverse
     # A factor without dimensions is rounded to 16 bits, which would scale this gradient alone; by
@@ -164,7 +226,7 @@ def _scale(ctx: Any, upstream: Tensor | None, *others: Tensor | None) -> tuple[T
     wanted_hidden, wanted_weight = ctx.needs_input_grad[:2]
     grad_hidden = (d_hidden * factor.view(1)).to(d_hidden.dtype) if wanted_hidden else None
     grad_weight = (d_weight * factor).to(ctx.weight_dtype) if wanted_weight else None
-    return grad_hidden, grad_weight, None, None, None
+    return grad_hidden, grad_weight, None, None, None, None
 
 
 _operator.register_autograd(_scale, setup_context=_save)

@@ -20,8 +20,9 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _row(
-    logits, targets, losses, stride, n_columns, ignore, GRADS: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits, targets, losses, sums, stride, n_columns, ignore,
+    GRADS: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
@@ -47,6 +48,8 @@ def _row(
     lse = highest + tl.log2(total)
     kept = target != ignore
     tl.store(losses + row, tl.where(kept, lse * LN2 - chosen, 0.0))
+    if SUMS:
+        tl.store(sums + row, lse)
     if GRADS:
         for start in range(0, n_columns, BLOCK):
             at = start + columns
@@ -61,9 +64,20 @@ def losses_and_gradients(
     logits_CV: Tensor, targets_C: Tensor, losses_C: Tensor, ignore_index: int, grads: bool
 ) -> None:
     """Write each row's loss; if `grads`, turn the logits into the gradient of the losses' sum."""
+    _over_rows(logits_CV, targets_C, losses_C, losses_C, ignore_index, GRADS=grads, SUMS=False)
+
+
+def losses_and_sums(
+    logits_CV: Tensor, targets_C: Tensor, losses_C: Tensor, sums_C: Tensor, ignore_index: int
+) -> None:
+    """Write each row's loss, and the logarithm to base 2 of its summed exponentials."""
+    _over_rows(logits_CV, targets_C, losses_C, sums_C, ignore_index, GRADS=False, SUMS=True)
+
+
+def _over_rows(logits_CV, targets_C, losses_C, sums_C, ignore_index, **which) -> None:
     rows, columns = logits_CV.shape
     if rows:
         _row[(rows,)](
-            logits_CV, targets_C, losses_C, logits_CV.stride(0), columns, ignore_index,
-            GRADS=grads, BLOCK=BLOCK, num_warps=WARPS,
+            logits_CV, targets_C, losses_C, sums_C, logits_CV.stride(0), columns, ignore_index,
+            **which, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip

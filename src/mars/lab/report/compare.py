@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mars.lab.differences import is_free
+from mars.lab.differences import LATER, is_free
 from mars.lab.report.runs import RunLog
 
 Setting = tuple[tuple[str, str], ...]  # (facet, value) pairs
@@ -56,6 +56,7 @@ def _field(part: str, *names: str) -> Callable[[RunLog], Any]:
 # What should be equal too, but is one optimizer's own in some published recipes: it is told.
 UNEQUAL: dict[str, Callable[[RunLog], Any]] = {
     "precision": lambda run: run.header.get("precision"),
+    "fp8_head": lambda run: _told(flatten(run.header.get("config")), "loop.fp8_head"),
     "schedule": _field("schedule", "shape", "warmup_steps"),
     "clip of the gradients": _field("optimizer", "max_grad_norm"),
 }
@@ -107,10 +108,10 @@ def labels(runs: Sequence[RunLog]) -> list[str]:
 
 
 def _told(config: dict[str, Any], key: str) -> str | None:
-    """A value in words. A field that an older log lacks is None; an option that is not given is
-    the optimizer's own, which need not be None."""
+    """A value in words. A field that an older log lacks is as it was then; an option that is not
+    given is the optimizer's own, which need not be None."""
     given = key in config or not key.startswith(f"{OPTIONS}.")
-    return str(config.get(key)) if given else None
+    return str(config.get(key, LATER.get(key))) if given else None
 
 
 def flatten(config: object, prefix: str = "") -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 
 from mars.lab import hardware, tasks
 from mars.lab.config import Data
+from mars.lab.differences import LATER
 from mars.lab.errors import LabError
 from mars.lab.study.definition import Arm, Study
 from mars.lab.study.results import Result
@@ -51,7 +52,7 @@ def training_code() -> str:
 
 def _hash(value: Any) -> str:
     if isinstance(value, dict):  # a field that is not set may be one that came later
-        value = {name: v for name, v in value.items() if v is not None}
+        value = {k: v for k, v in value.items() if v is not None and v != LATER.get(k)}
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:SHORT]
 
 

@@ -32,7 +32,7 @@ class Language(Task):
         return f"{self.run.loop.batch_size} × {self.config.block_size}"
 
     def model(self, seed: int | None) -> nn.Module:
-        return GPT(self.config, seed=seed)
+        return GPT(self.config, seed=seed, fp8_head=self.run.loop.fp8_head)
 
     def miniature(self) -> nn.Module:
         width = 8 * self.config.n_head
