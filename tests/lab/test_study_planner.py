@@ -121,6 +121,23 @@ def test_a_rate_that_is_far_lower_leads_before_it_has_all_seeds() -> None:
     assert ladders(of, [*known, result(of, "AdamW", 5e-3, 0, 2.9)])["AdamW"].best == 5e-3
 
 
+def test_runs_of_another_size_are_no_measure_of_noise() -> None:
+    """As seen in batch-50m: few large steps scatter five times as much as many small ones."""
+    large = {"loop": {"batch_size": 64, "micro_batch_size": None}}
+    arms = (
+        Arm(label="small", optimizer="adamw", lr=1e-2),
+        Arm(label="large", optimizer="adamw", lr=1e-2, changes=large),
+    )
+    of = study(arms=arms, comparisons=())
+    known = [result(of, "small", 1e-2, seed, 3.0 + 0.01 * seed) for seed in range(3)]
+    known += [result(of, "small", lr, 0, 3.1) for lr in (5e-3, 2e-2)]
+    known += [result(of, "large", 1e-2, seed, 4.0 + 0.2 * seed) for seed in range(2)]
+    found = ladders(of, known)
+    assert found["small"].noise == pytest.approx(0.01)
+    assert found["large"].noise == pytest.approx(0.1414, rel=1e-3)
+    assert found["small"].bracketed
+
+
 def test_settled_comparisons_wait_for_open_ones() -> None:
     arms = tuple(Arm(label=n, optimizer="adamw", lr=1e-2) for n in ("A", "B", "C", "D"))
     lower = Claim(kind="lower")

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 from mars.lab.report.statistics import spread
 from mars.lab.study.definition import SPAN, Arm, Study
@@ -134,16 +135,23 @@ def ladders(study: Study, results: Sequence[Result]) -> dict[str, Ladder]:
         if result.arm in losses:
             losses[result.arm][result.lr].setdefault(result.seed, result.loss)
     found = {arm.label: Ladder(arm, dict(losses[arm.label])) for arm in study.arms}
-    noise = _noise(study, found)
-    return {label: replace(ladder, noise=noise) for label, ladder in found.items()}
+    sizes = {arm.label: study.size(arm) for arm in study.arms}
+    noise = _noise(found, sizes)
+    return {
+        label: replace(ladder, noise=noise.get(sizes[label], study.noise))
+        for label, ladder in found.items()
+    }
 
 
-def _noise(study: Study, found: dict[str, Ladder]) -> float:
-    """The spread of final losses over seeds at best rates: the median arm's; a guess before."""
-    known = []
-    for ladder in found.values():
+def _noise(found: dict[str, Ladder], sizes: dict[str, Any]) -> dict[Any, float]:
+    """The spread of final losses over seeds at best rates: the median of the arms of one size.
+
+    Larger batches mean fewer steps, and runs that scatter more.
+    """
+    known = defaultdict(list)
+    for label, ladder in found.items():
         best = ladder.best
         own = spread(list(ladder.losses[best].values())) if best is not None else None
         if own is not None and own.sd:
-            known.append(own.sd)
-    return median(known) if known else study.noise
+            known[sizes[label]].append(own.sd)
+    return {size: median(spreads) for size, spreads in known.items()}

@@ -141,6 +141,11 @@ class Study:
         run = run.replace(optimizer=fields, loop={"seed": seed}, keep=keep)
         return check(dataclasses.replace(run, recipe=self.name))
 
+    def size(self, arm: Arm) -> tuple[int, int]:
+        """Sequences of a batch and steps: runs that differ in them are not drawn on one page."""
+        loop = self.run(arm).loop
+        return loop.batch_size, loop.steps
+
     def common(self) -> dict[str, Any]:
         """What all arms share of the configuration: what two runs must agree in to be compared.
 

@@ -26,8 +26,7 @@ def write(v: Verdict, directory: Path) -> list[Path]:
     """
     groups: dict[tuple[int, int], list[str]] = defaultdict(list)
     for arm in v.study.arms:
-        run = v.study.run(arm)
-        groups[run.loop.batch_size, run.loop.steps].append(arm.label)
+        groups[v.study.size(arm)].append(arm.label)
     written = []
     batches = [batch for batch, _ in groups]
     for (batch, steps), labels in groups.items():
