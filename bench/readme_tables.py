@@ -278,18 +278,19 @@ def to_adamw(name: str, base: str) -> str:
 
 def scored(name: str) -> str:
     """The runs of a study whose models were scored by `mars eval`: loss, and every task."""
-    found = ladders(questions.find(name), Results(RESULTS / name).read())
+    study = questions.find(name)
+    folders = {arm.label: arm.folder for arm in study.arms}
+    done = {f"{folders[r.arm]}-lr{r.lr:g}-s{r.seed}": r for r in Results(RESULTS / name).read()}
     head, rows = ["", "rate", "validation loss"], []
     for model in result(f"{name}/eval.json")["models"]:
-        own = found[model["name"]]
-        assert own.best is not None
+        run = done[model["name"]]
         cells = [f"{task}, {t['metric']}, %" for task, t in model["tasks"].items()]
         scores = [t[t["metric"]] for t in model["tasks"].values()]
-        losses = list(own.losses[own.best].values())
         rows.append([
-            model["name"], units.rate(own.best), _loss(losses),
+            run.arm, units.rate(run.lr), _loss([run.final]),
             *(f"{100 * s['value']:.2f} ± {100 * s['stderr']:.2f}" for s in scores),
         ])  # fmt: skip
+    rows.sort(key=lambda row: [arm.label for arm in study.arms].index(row[0]))
     return table([*head, *cells], rows)
 
 
