@@ -322,7 +322,7 @@ def measured() -> str:
             f"`{s.recipe}`, {units.tokens(s.parameters)}",
             f"{units.tokens(s.seen)} {s.unit}",
             units.tokens(s.batch),
-            units.rate(s.lr) + ("" if s.bracketed else " (at the edge)"),
+            units.rate(s.lr) + ("" if s.bracketed else " (not bracketed)"),
             ", ".join(f"{n} {_value(v)}" for n, v in rest.items()),
             f"{score}, {s.seeds} seed{'s' * (s.seeds > 1)}",
             file,
@@ -355,7 +355,7 @@ def rates() -> str:
 def _rate(s: settings.Setting) -> str:
     lr_1d = s.optimizer.get("lr_1d")
     beside = "" if lr_1d is None else f" ({units.rate(lr_1d)})"
-    return units.rate(s.lr) + beside + ("" if s.bracketed else ", at the edge")
+    return units.rate(s.lr) + beside + ("" if s.bracketed else ", not bracketed")
 
 
 def _value(value: Any) -> str:

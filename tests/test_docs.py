@@ -297,16 +297,25 @@ def test_sentences_on_the_correction_are_those_of_its_runs() -> None:
     assert f"was {lower[0]:.3f} below the default and γ = 0.1 {lower[1]:.3f} (three" in choosing
 
 
+ARMS = ("AdamW", "MARS-AdamW", "Muon", "MARS-M")
+
+
 def test_sentences_on_gpt2_small_are_those_of_its_runs() -> None:
     from mars.lab.study.results import Results
 
-    found = {r.arm: r for r in Results(ROOT / "docs/results/gpt2-small").read()}
+    runs = {(r.arm, r.lr): r for r in Results(ROOT / "docs/results/gpt2-small").read()}
+    found = {arm: runs[arm, 0.002 if "AdamW" in arm else 0.004] for arm in ARMS}
     final = {arm: result.final or 0.0 for arm, result in found.items()}
     readme, results = (
         " ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/results.md")
     )
     for arm, loss in final.items():
         assert f"{arm} {loss:.3f}" in readme, (arm, loss)
+    slow = runs["AdamW", 0.001].final or 0.0
+    lean = runs["MARS-AdamW, no clip, raw", 0.001].final or 0.0
+    assert f"AdamW at half of its rate ends at {slow:.3f}" in readme
+    assert f"ends {slow - final['AdamW']:.3f} above AdamW at 0.002" in results
+    assert f"ends {slow - lean:.3f} below AdamW at that rate" in results
     gaps = [final["AdamW"] - final[arm] for arm in ("Muon", "MARS-M")]
     assert f"Muon and MARS-M are {gaps[0]:.3f} and {gaps[1]:.3f} below AdamW" in results
     assert f"MARS-M is {gaps[1] - gaps[0]:.3f} below Muon" in results

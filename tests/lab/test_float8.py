@@ -14,10 +14,12 @@ from torch.nn import functional as F
 
 from mars.lab import hardware, recipes
 from mars.lab.config import Run, check, from_json, read_config, to_json
+from mars.lab.describe import describe
 from mars.lab.differences import first_difference
 from mars.lab.errors import LabError
 from mars.lab.models import GPT, float8, linear_cross_entropy
 from mars.lab.models import loss as loss_module
+from mars.lab.planner import gpus, memory, models
 from mars.lab.report import compare
 from mars.lab.study import fingerprint
 from mars.lab.study.questions import find
@@ -366,7 +368,18 @@ def test_odd_micro_batches_are_refused(tmp_path: Path) -> None:
     made = small(tmp_path, batch_size=4, micro_batch_size=2).replace(model={"block_size": 20})
     with pytest.raises(LabError, match=r"loop\.fp8_head: the tokens of a micro-batch .* 40\) must"):
         prepare(made)
+    with pytest.raises(LabError, match=r"loop\.fp8_head: the tokens of a micro-batch"):
+        describe(made)  # --dry-run
     prepare(made.replace(loop={"micro_batch_size": 4}))
+
+
+def test_a_plan_counts_its_memory() -> None:
+    usual = models.find("gpt2-small")
+    eight = models.of_run(usual.run.replace(loop={"fp8_head": True}), "gpt2-small")
+    gpu, rows = gpus.GPUS["h200"], 32 * 1024
+    more = memory.logits_bytes(eight, gpu, 32) - memory.logits_bytes(usual, gpu, 32)
+    operands, head = 2 * (rows + 50304) * 768, 4 * 50304 * 768
+    assert more == rows // 2 * 50304 * 2 + operands + head  # two chunks
 
 
 def test_images_are_refused() -> None:

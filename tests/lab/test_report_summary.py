@@ -201,6 +201,28 @@ def test_one_label_with_two_configurations_becomes_two(tmp_path: Path) -> None:
     assert labels == ["MARS-M gamma=0.025", "MARS-M gamma=0.05"]
 
 
+@pytest.mark.parametrize(("name", "value"), [("fp8_head", True), ("precision", "fp32")])
+@pytest.mark.parametrize("by", ["lr", "seed"])
+def test_runs_that_are_rounded_otherwise_are_no_grid(
+    name: str, value: object, by: str, tmp_path: Path
+) -> None:
+    for i in range(2):
+        config = logs.header("adamw")["config"]
+        if i:
+            config["loop"][name] = value
+            config["optimizer"]["lr"] *= 2 if by == "lr" else 1
+        run(
+            tmp_path / str(i),
+            "adamw",
+            i if by == "seed" else 0,
+            {0: 5.0, 400: 3 + i},
+            config=config,
+        )
+    first, second = (entry.label for entry in summarise(load([tmp_path])).entries)
+    assert first != second
+    assert second == f"AdamW {name}={value}"
+
+
 def test_an_option_that_is_none_is_not_one_that_is_not_given(tmp_path: Path) -> None:
     given = ({}, {"second_moment": "raw"}, {"second_moment": "raw", "clip": None})
     for i, options in enumerate(given):

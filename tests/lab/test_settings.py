@@ -131,7 +131,7 @@ def test_a_studys_results_become_settings_and_rates_without_a_change_of_code(
     assert advice.setting.source == "src/mars/lab/recipes/rates/gpt-50m.json"
     use(list(mine.values()))
     assert str(recommended(ours, 51_454_464, 900 * 65536)) == (
-        "lr 0.004, betas (0.95, 0.99): best of 2 rates by one seed, at the edge of what was tried "
+        "lr 0.004, betas (0.95, 0.99): best of 2 rates by one seed, not bracketed "
         f"({STUDY}, MARS-AdamW (.95, .99))"
     )
 
@@ -203,7 +203,7 @@ def test_a_batch_decides_between_equals(use: Use) -> None:
 def test_how_near_it_is_is_said(use: Use) -> None:
     use([made(0.1, 1000, 1000, bracketed=False, seeds=1)])
     near, far = recommended(ADAMW, 1010, 990), recommended(ADAMW, 2_500_000, 400)
-    assert str(near) == "lr 0.1: best of 3 rates by one seed, at the edge of what was tried (s, a)"
+    assert str(near) == "lr 0.1: best of 3 rates by one seed, not bracketed (s, a)"
     assert "on a model 2,500 times smaller, with 2.5 times more tokens (s, a)" in str(far)
     other = recommended(dataclasses.replace(ADAMW, betas=None, gamma=0.1), 1000, 1000)
     assert str(other).startswith("lr 0.1, betas (0.9, 0.95), gamma None: best of 3 rates")

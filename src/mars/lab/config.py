@@ -160,8 +160,8 @@ class Loop:
     compile: bool | None = None
     """torch.compile the model; by default on a GPU only."""
     fp8_head: bool = False
-    """GPT: multiply by the vocabulary in 8 bits while training, in bf16 on a GPU that can (compute
-    capability 8.9). Faster; gradients are coarser, validation is as ever. A CPU emulates it."""
+    """GPT: multiply by the vocabulary in 8 bits while training: faster, with coarser gradients. In
+    bf16, on a GPU of compute capability 8.9 or more; sizes in multiples of 16. CPUs emulate it."""
     graphs: bool | None = None
     """Replay forward and backward as CUDA graphs, so that the host does not start every kernel; by
     default where passes are short. One process, bf16 or fp32, not exact mode."""

@@ -27,6 +27,9 @@ def describe(run: Run) -> str:
     device = hardware.planned_device(check(run).loop.device)
     world = parallel.shape(run)
     task = tasks.of(run)
+    if run.loop.fp8_head:
+        dtype = hardware.choose_precision(run.loop.precision, device)
+        hardware.check_fp8(device, dtype, task.micro_batch(device, world.size) * task.per_row)
     try:
         model = task.model(None)  # untouched memory: XL is described as fast as tiny
     except RuntimeError as error:

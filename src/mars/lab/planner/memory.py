@@ -57,11 +57,19 @@ def activations_bytes(model: Model, micro_batch: int, recompute: bool) -> float:
 
 
 def logits_bytes(model: Model, gpu: Gpu, micro_batch: int) -> float:
-    """A chunk of logits, the gradient of the head and that of the hidden states."""
+    """A chunk of logits, the gradient of the head and that of the hidden states.
+
+    In 8 bits the chunk's gradient is two tensors of half its size beside it, hidden states and head
+    are held in both orders, and there is one gradient of the head more, to add to the first.
+    """
     m = model.run.gpt
     rows, row_bytes = micro_batch * m.block_size, m.vocab_size * HALF_BYTES
     chunk = chunk_rows(rows, row_bytes, int(gpu.memory_bytes) // GPU_SHARE)
-    return min(rows, chunk) * row_bytes + m.vocab_size * m.n_embd * 4 + rows * m.n_embd * HALF_BYTES
+    logits, head = min(rows, chunk) * row_bytes, m.vocab_size * m.n_embd * 4
+    held = logits + head + rows * m.n_embd * HALF_BYTES
+    if model.run.loop.fp8_head:
+        held += logits + 2 * (rows + m.vocab_size) * m.n_embd + head * (rows > chunk)
+    return held
 
 
 def gathered_bytes(model: Model, cluster: Cluster, reduce_bytes: int) -> float:

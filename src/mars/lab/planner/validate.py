@@ -24,6 +24,7 @@ BENCHMARKS = (
 TRAINING = "train_speed_h200.json"
 COST = "cost_h200.json"
 PROCESSES = "distributed_ns_cpu.json"
+SHARDS = "shards_h200.json"
 LARGE = 0.2  # an error worth a word
 
 _PLAIN = Optimizer("plain-adamw", "plain AdamW", "plain-adamw", "plain-adamw", "plain-adamw")
@@ -97,7 +98,9 @@ def not_modelled(directory: Path) -> list[str]:
         names += [f"{r['parameters']}: {r['name']}" for r in rows if not r["skipped"]
                   and _candidate(r["name"]) is None]  # fmt: skip
     plain = [r for r in _read(directory / TRAINING)["rows"] if not r["name"].startswith("ours")]
-    return [*names, *(f"training, batch {r['batch']}: {r['name']}" for r in plain)]
+    cut = _read(directory / SHARDS)  # the host's time for DTensors
+    shards = [f"one of {cut['ranks']} shards of {cut['model']}: {name}" for name in cut["ms"]]
+    return [*names, *(f"training, batch {r['batch']}: {r['name']}" for r in plain), *shards]
 
 
 def _read(path: Path) -> Any:

@@ -189,6 +189,8 @@ def assumptions(job: Job) -> list[str]:
         "activations: 17 numbers of 16 bits a block, token and unit of width; head and loss in "
         "chunks; 2 GiB for context and fragments",
     ]
+    if job.model.run.loop.fp8_head:
+        lines.append("loop.fp8_head: its memory is counted, its time as in 16 bits")
     if job.cluster.gpus > 1:
         lines += [
             f"links {g.link_bytes_per_second / 1e9:.0f} GB/s a GPU in a node, "

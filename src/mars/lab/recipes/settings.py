@@ -128,7 +128,7 @@ class Recommendation:
     def __str__(self) -> str:
         s = self.setting
         seeds = "one seed" if s.seeds == 1 else f"{s.seeds} seeds"
-        edge = "" if s.bracketed else ", at the edge of what was tried"
+        edge = "" if s.bracketed else ", not bracketed"
         others = "".join(f", {name} {_plain(value)}" for name, value in self.others.items())
         best = f"best of {s.rates} rates by {seeds}{edge}"
         far = f", {self.runs}" if self.runs else ""
@@ -163,7 +163,8 @@ def recommended(
     batch: int | None = None, *, free: Collection[str] | None = None,
 ) -> Recommendation | None:  # fmt: skip
     """The setting nearest in log(parameters) and log(tokens); of equally near ones that with the
-    nearest batch, then the best. One seed is the beginning of a study: only if there is no other.
+    nearest batch, then the best. One seed, or a rate that is not bracketed, is the beginning of a
+    study: only if there is no other.
 
     Only such with the same mode and the same further options (which may change what a rate means);
     with ``free``, with everything the same but the rate and these.
@@ -179,7 +180,8 @@ def recommended(
             found.append(near)
 
     def order(r: Recommendation) -> tuple[Any, ...]:
-        return r.setting.seeds < 2, r.distance, r.setting.loss, r.setting.source
+        begun = r.setting.seeds < 2 or not r.setting.bracketed
+        return begun, r.distance, r.setting.loss, r.setting.source
 
     return min(found, key=order, default=None)
 

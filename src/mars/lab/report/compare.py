@@ -84,6 +84,9 @@ def contrast(own: Setting, other: Setting) -> str:
     return ", ".join(parts)
 
 
+ROUNDED = ("loop.precision", "loop.fp8_head")  # runs that differ in these are no grid of rates
+
+
 def labels(runs: Sequence[RunLog]) -> list[str]:
     """A label a run; where one label hides several configurations, what differs is added to it."""
     groups: dict[tuple[Setting, str], list[int]] = defaultdict(list)
@@ -97,7 +100,7 @@ def labels(runs: Sequence[RunLog]) -> list[str]:
             own.pop(OPTIONS, None)
         keys = dict.fromkeys(key for config in flat for key in config if not _own(configs[0], key))
         differ = [k for k in keys if len({_told(c, k) for c in flat}) > 1]
-        facets = [k for k in differ if k.split(".")[0] in TUNED]
+        facets = [k for k in differ if k.split(".")[0] in TUNED or k in ROUNDED]
         if len({(runs[i].lr, runs[i].seed) for i in members}) < len(members):  # no grid either
             facets = [k for k in differ if k.split(".")[0] not in ELSEWHERE]
         for i, config in zip(members, flat, strict=True):

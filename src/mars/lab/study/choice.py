@@ -137,8 +137,9 @@ def ladders(study: Study, results: Sequence[Result]) -> dict[str, Ladder]:
     found = {arm.label: Ladder(arm, dict(losses[arm.label])) for arm in study.arms}
     sizes = {arm.label: study.size(arm) for arm in study.arms}
     noise = _noise(found, sizes)
+    guess = median(noise.values()) if noise else study.noise
     return {
-        label: replace(ladder, noise=noise.get(sizes[label], study.noise))
+        label: replace(ladder, noise=noise.get(sizes[label], guess))
         for label, ladder in found.items()
     }
 
