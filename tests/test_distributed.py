@@ -74,18 +74,19 @@ def test_in_the_precision_of_training(strategy: str, kind: str, two: Ranks) -> N
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
-@pytest.mark.parametrize("strategy", ["fsdp", "zero"])
-@pytest.mark.parametrize("kind", ["mars-adamw", "mars-lion"])
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [("fsdp", "mars-adamw"), ("fsdp", "mars-lion"), ("zero", "mars-adamw")]
+)
 def test_the_fused_engine_steps_parts(strategy: str, kind: str, two: Ranks) -> None:
-    more: list[dict] = [
-        {"clip": clip, "max_grad_norm": norm}
-        for clip, norm in product(("tensor", "global", None), (None, 0.5))
-    ]
-    more += [
-        {"max_grad_norm": 0.5, "consume_grads": True},
-        {"clip": "global", "maximize": True, "amsgrad": True, "optimize_1d": True},
-        {"mars_type": "plain-adamw"},
-    ]
+    more: list[dict] = [{}, {"clip": "global", "max_grad_norm": 0.5, "consume_grads": True}]
+    if (strategy, kind) == ("fsdp", "mars-adamw"):
+        more += [
+            {"clip": "global"},
+            {"max_grad_norm": 0.5},
+            {"clip": None, "second_moment": "raw"},
+            {"maximize": True, "amsgrad": True, "optimize_1d": True},
+            {"mars_type": "plain-adamw"},
+        ]
     cases = [
         (strategy, {"mars_type": kind, "fused": True, **options}, "approximate", "float32")
         for options in more
