@@ -68,7 +68,7 @@ def optimizer_of(name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer
 
 
 def timed(optimizer: torch.optim.Optimizer, steps: int, device: str) -> float:
-    """Seconds of a step, on the device's clock where it has one."""
+    """Seconds of a step, from one wait for the device to the next."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     wait()
     begin = time.perf_counter()

@@ -43,10 +43,15 @@ def may_scale(optimizer: MARS) -> bool:
         return False
     pairs = _stepped(optimizer)
     shared = any(shares_norm(g, p) for g, p in pairs)
-    alone = not shared or (one_launch(pairs) and not optimizer._ranks.partition)
-    if not pairs or not alone or any(is_cut(p) for _, p in pairs):
+    if not pairs or any(is_cut(p) for _, p in pairs) or (shared and not _alone(optimizer, pairs)):
         return False
     return all(steps_now(group, p, optimizer._ranks) for group, p in pairs)
+
+
+def _alone(optimizer: MARS, pairs: list[tuple[dict[str, Any], Tensor]]) -> bool:
+    """Whether one fused launch has all that these tensors share a norm with."""
+    cut = any(is_cut(p) for _, p in pairs)
+    return one_launch(pairs) and not optimizer._ranks.partition and not cut
 
 
 def collect(optimizer: MARS, plan: Plan | None) -> tuple[Plan | None, list[tuple[Batch, str]]]:
@@ -68,8 +73,7 @@ def collect(optimizer: MARS, plan: Plan | None) -> tuple[Plan | None, list[tuple
     made = None
     pairs = _stepped(optimizer)
     if fused:
-        alone = len(fused) == len(found) and one_launch(pairs) and not optimizer._ranks.partition
-        alone = alone and not any(batch.layouts for batch in fused)
+        alone = len(fused) == len(found) and _alone(optimizer, pairs)
         joint = not alone and any(shares_norm(g, p) for g, p in pairs)
         lists = [own for (_, name), own in zip(found, members, strict=True) if name == "fused"]
         made = Plan(optimizer, fused, lists, joint)

@@ -148,18 +148,34 @@ def whole_norms(
 ) -> list[Tensor]:  # fmt: skip
     """The norms of whole tensors in float64, from those of their parts; lists of them as vectors.
 
-    One reduction a mesh, in the order of ``places``, which is the same on every rank: they need not
-    have the same engine for the same tensor, nor the same lists.
+    ``places`` are the same on every rank, and say the order: ranks need not have the same engine
+    for the same tensor, nor the same lists.
     """
-    squares = [n.double().square() for n in norms]
-    for device in sorted({s.device for s in squares}, key=str):
-        own = [i for i, s in enumerate(squares) if s.device == device]
+    return [s.sqrt() for s in _reduced([n.double().square() for n in norms], layouts, places)]
+
+
+def whole_sums(sums: Sequence[Tensor], layouts: Sequence[Layout | None]) -> list[Tensor]:
+    """Sums over whole tensors in float64, from those over their parts."""
+    vectors = [s.double().reshape(1) for s in sums]
+    own, places = [[layout] for layout in layouts], [[i] for i in range(len(sums))]
+    return [s[0] for s in _reduced(vectors, own, places)]
+
+
+def _reduced(
+    sums: list[Tensor], layouts: Sequence[Sequence[Layout | None]], places: Sequence[Sequence[Any]]
+) -> list[Tensor]:
+    """Vectors of sums over parts become sums over whole tensors: one reduction a mesh.
+
+    Every rank takes part, also with an empty part; a NaN anywhere is a NaN everywhere.
+    """
+    for device in sorted({s.device for s in sums}, key=str):
+        own = [i for i, s in enumerate(sums) if s.device == device]
         rows = [row for i in own for row in zip(places[i], layouts[i], strict=True)]
         together: dict[Any, list[tuple[Any, int]]] = {}
         for position, (place, layout) in enumerate(rows):
             if layout is not None:
                 together.setdefault((layout.mesh, layout.cut), []).append((place, position))
-        flat = torch.cat([squares[i] for i in own])
+        flat = torch.cat([sums[i] for i in own])
         for members in sorted(map(sorted, together.values())):
             layout = rows[members[0][1]][1]
             assert layout is not None
@@ -169,9 +185,9 @@ def whole_norms(
                 dist.all_reduce(parts, group=group)
             for run, part in zip(runs, parts.split([r.stop - r.start for r in runs]), strict=True):
                 flat[run] = part
-        for i, part in zip(own, flat.split([len(squares[i]) for i in own]), strict=True):
-            squares[i] = part
-    return [s.sqrt() for s in squares]
+        for i, part in zip(own, flat.split([len(sums[i]) for i in own]), strict=True):
+            sums[i] = part
+    return sums
 
 
 def _runs(positions: Sequence[int]) -> list[slice]:
@@ -183,27 +199,6 @@ def _runs(positions: Sequence[int]) -> list[slice]:
         else:
             runs.append(slice(position, position + 1))
     return runs
-
-
-def whole_sums(sums: Sequence[Tensor], layouts: Sequence[Layout | None]) -> list[Tensor]:
-    """Sums over whole tensors in float64, from those over their parts: one reduction a mesh.
-
-    Every rank takes part, also with an empty part; a NaN anywhere is a NaN everywhere.
-    """
-    out = [s.double() for s in sums]
-    together: dict[Any, list[int]] = {}
-    for i, layout in enumerate(layouts):
-        if layout is not None:
-            together.setdefault((layout.mesh, layout.cut, out[i].device), []).append(i)
-    for members in together.values():
-        parts = torch.stack([out[i] for i in members])
-        layout = layouts[members[0]]
-        assert layout is not None
-        for group in layout.groups:
-            dist.all_reduce(parts, group=group)
-        for i, total in zip(members, parts.unbind(), strict=True):
-            out[i] = total
-    return out
 
 
 class Ranks(NamedTuple):

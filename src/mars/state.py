@@ -242,7 +242,7 @@ def consume_gradients(optimizer: Optimizer, copied: bool = False) -> None:
 
 def _owns_its_memory(g: Tensor, h: Tensor) -> bool:
     """Whether g can take h's place: memory of its own, laid out alike."""
-    g, h = getattr(g, "_local_tensor", g), getattr(h, "_local_tensor", h)
+    g, h = here(g), here(h)
     return (
         g.dtype == h.dtype
         and g.stride() == h.stride()

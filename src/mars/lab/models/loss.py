@@ -69,11 +69,11 @@ def _budget(device: torch.device) -> int:
 
 
 def _compute(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, ignore_index: int, grads: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, ignore_index: int, grads: bool,
+    fp8: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, 1/count, and the gradients of the sum of losses (empty unless asked for)."""
     exact = wide(hidden_ND.dtype)
-    used_VD = weight_VD.to(hidden_ND.dtype)
     rows, vocabulary = len(hidden_ND), len(weight_VD)
     losses_N = torch.empty(rows, dtype=exact, device=hidden_ND.device)
     d_hidden = torch.empty_like(hidden_ND) if grads else hidden_ND.new_empty(0)
@@ -82,17 +82,66 @@ def _compute(
     row_bytes = vocabulary * hidden_ND.element_size()
     size = chunk_rows(rows, row_bytes, _budget(hidden_ND.device))
     buffer_CV = hidden_ND.new_empty(min(size, rows), vocabulary)
+    head = (_Head8 if fp8 and rows else _Head)(hidden_ND, weight_VD, buffer_CV, grads)
     for first in range(0, rows, size):
-        part = slice(first, first + size)
-        hidden_CD = hidden_ND[part]
-        logits_CV = buffer_CV[: len(hidden_CD)]
-        multiply(logits_CV, hidden_CD, used_VD.T)
-        d_logits_CV = _rows(logits_CV, targets_N[part], losses_N[part], ignore_index, grads)
+        part = slice(first, min(first + size, rows))
+        logits_CV = buffer_CV[: part.stop - first]
+        head.losses(logits_CV, part, targets_N[part], losses_N[part], ignore_index)
         if grads:
-            multiply(d_hidden[part], d_logits_CV, used_VD)
-            multiply(d_weight_VD, d_logits_CV.T, hidden_CD, add=first > 0)
+            head.gradients(d_hidden[part], d_weight_VD, part, add=first > 0)
     inverse = 1 / (targets_N != ignore_index).sum().to(exact)
     return losses_N.sum() * inverse, inverse, d_hidden, d_weight_VD
+
+
+class _Head:
+    """The products of a chunk, in the dtype of the hidden states."""
+
+    def __init__(
+        self, hidden_ND: Tensor, weight_VD: Tensor, buffer_CV: Tensor, grads: bool
+    ) -> None:
+        self.hidden_ND, self.weight_VD = hidden_ND, weight_VD.to(hidden_ND.dtype)
+        self.d_CV, self.grads = buffer_CV, grads
+
+    def losses(
+        self, logits_CV: Tensor, part: slice, targets_C: Tensor, losses_C: Tensor, ignore: int
+    ) -> None:
+        """Fill logits and losses, and keep the gradient of the losses' sum by the logits."""
+        multiply(logits_CV, self.hidden_ND[part], self.weight_VD.T)
+        self.d_CV = _rows(logits_CV, targets_C, losses_C, ignore, self.grads)
+
+    def gradients(self, d_hidden_CD: Tensor, d_weight_VD: Tensor, part: slice, add: bool) -> None:
+        multiply(d_hidden_CD, self.d_CV, self.weight_VD)
+        multiply(d_weight_VD, self.d_CV.T, self.hidden_ND[part], add=add)
+
+
+class _Head8:
+    """The same in 8 bits; of a chunk there are two more tensors, of half the size.
+
+    As many chunks as without: the gradient of the head cannot be added to by a product here, so
+    that each one more reads and writes it once more.
+    """
+
+    def __init__(
+        self, hidden_ND: Tensor, weight_VD: Tensor, buffer_CV: Tensor, grads: bool
+    ) -> None:
+        self.hidden = float8.rounded(hidden_ND)
+        self.weight = float8.rounded(weight_VD.to(hidden_ND.dtype))
+        self.buffer = float8.gradient_like(buffer_CV) if grads else None
+
+    def losses(
+        self, logits_CV: Tensor, part: slice, targets_C: Tensor, losses_C: Tensor, ignore: int
+    ) -> None:
+        own, scales = self.hidden.part(part), (self.hidden.scale, self.weight.scale)
+        float8.multiply(logits_CV, own.rows_RC, self.weight.rows_RC, scales, fast=True)
+        self.d = None if self.buffer is None else self.buffer.part(slice(len(logits_CV)))
+        _rows_fp8(logits_CV, targets_C, losses_C, ignore, self.d)
+
+    def gradients(self, d_hidden_CD: Tensor, d_weight_VD: Tensor, part: slice, add: bool) -> None:
+        d, hidden, weight = self.d, self.hidden.part(part), self.weight
+        assert d is not None
+        float8.multiply(d_hidden_CD, d.rows_RC, weight.columns_CR, (d.scale, weight.scale))
+        scales = (d.scale, hidden.scale)
+        float8.multiply(d_weight_VD, d.columns_CR, hidden.columns_CR, scales, add=add)
 
 
 def _rows(
@@ -114,40 +163,6 @@ def _rows(
         exact_CV.mul_(kept_C[:, None])
         logits_CV.copy_(exact_CV)
     return logits_CV
-
-
-def _compute_fp8(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, ignore_index: int, grads: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`_compute` with products in 8 bits; of a chunk there are two more tensors, of half the size.
-
-    As many chunks as without: the gradient of the head cannot be added to by a product here, so
-    that each one more reads and writes it once more.
-    """
-    exact = wide(hidden_ND.dtype)
-    rows, vocabulary = len(hidden_ND), len(weight_VD)
-    hidden, weight = float8.rounded(hidden_ND), float8.rounded(weight_VD.to(hidden_ND.dtype))
-    losses_N = torch.empty(rows, dtype=exact, device=hidden_ND.device)
-    d_hidden = torch.empty_like(hidden_ND) if grads else hidden_ND.new_empty(0)
-    d_weight_VD = hidden_ND.new_empty(weight_VD.shape if grads else (0,), dtype=exact)
-    size = chunk_rows(rows, vocabulary * hidden_ND.element_size(), _budget(hidden_ND.device))
-    buffer_CV = hidden_ND.new_empty(min(size, rows), vocabulary)
-    gradient = float8.gradient_like(buffer_CV) if grads else None
-    for first in range(0, rows, size):
-        part = slice(first, first + size)
-        own = hidden.part(part)
-        logits_CV = buffer_CV[: len(own.rows_RC)]
-        scales = (hidden.scale, weight.scale)
-        float8.multiply(logits_CV, own.rows_RC, weight.rows_RC, scales, fast=True)
-        d = None if gradient is None else gradient.part(slice(len(logits_CV)))
-        _rows_fp8(logits_CV, targets_N[part], losses_N[part], ignore_index, d)
-        if d is not None:
-            scales = (d.scale, weight.scale)
-            float8.multiply(d_hidden[part], d.rows_RC, weight.columns_CR, scales)
-            scales = (d.scale, hidden.scale)
-            float8.multiply(d_weight_VD, d.columns_CR, own.columns_CR, scales, add=first > 0)
-    inverse = 1 / (targets_N != ignore_index).sum().to(exact)
-    return losses_N.sum() * inverse, inverse, d_hidden, d_weight_VD
 
 
 def _rows_fp8(
@@ -192,9 +207,7 @@ def _operator(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, grads: bool, fp8: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with torch.autocast(hidden.device.type, enabled=False):
-        if fp8 and len(hidden):
-            return _compute_fp8(hidden, weight, targets, ignore_index, grads)
-        return _compute(hidden, weight, targets, ignore_index, grads)
+        return _compute(hidden, weight, targets, ignore_index, grads, fp8)
 
 
 @_operator.register_fake
