@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -25,9 +26,10 @@ from mars.lab.report import load, summarise, units
 from mars.lab.report.rates import from_grid, read_rates
 from mars.lab.report.statistics import Difference, Spread, paired, spread
 from mars.lab.report.summary import Entry, Summary
-from mars.lab.study import questions
+from mars.lab.study import questions, times
 from mars.lab.study.choice import ladders
 from mars.lab.study.results import Results
+from mars.lab.study.verdict import Verdict, verdict
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -237,6 +239,13 @@ def grid(path: Path) -> str:
 # ---- studies
 
 
+# Which scale a Muon has: the laboratory's is not the default of torch.optim.Muon.
+MUONS = {
+    "Muon": "Muon, Moonlight's scale",
+    "Muon, original scale": "Muon, torch's default scale",
+}
+
+
 def arms(name: str) -> str:
     """The arms of a study that have runs, as its verdict has them."""
     lines = (RESULTS / name / "verdict.md").read_text().splitlines()
@@ -244,7 +253,7 @@ def arms(name: str) -> str:
     kept = [cells[0].index(column) for column in ("best rate", "seeds", "loss", "to")]
     kept += [cells[0].index("difference, 95 % interval")]
     return table(["", *(cells[0][i] for i in kept)], [
-        [row[0], *(row[i].replace("–", "") for i in kept)]
+        [MUONS.get(cell, cell) for cell in (row[0], *(row[i].replace("–", "") for i in kept))]
         for row in cells[2:]
         if row[kept[1]] != "0"
     ])  # fmt: skip
@@ -260,8 +269,69 @@ def every_rung(name: str) -> str:
         means = {lr: spread(list(own.values())) for lr, own in ladder.losses.items()}
         cells = [_bold(f"{m.mean:.3f}" if (m := means.get(lr)) else "", lr == ladder.best)
                  for lr in tried]  # fmt: skip
-        rows.append([ladder.arm.label, *cells])
+        rows.append([MUONS.get(ladder.arm.label, ladder.arm.label), *cells])
     return table(["", *map(units.rate, tried)], rows)
+
+
+def every_run(name: str, kind: str) -> str:
+    """The losses of all seeds at every rate, of the arms that have this in their names."""
+    found = ladders(questions.find(name), Results(RESULTS / name).read())
+    own = {label: ladder.losses for label, ladder in found.items() if kind in label}
+    tried = sorted({lr for losses in own.values() for lr in losses})
+    rows = [
+        [label, *(", ".join(f"{x:.3f}" for x in losses.get(lr, {}).values()) for lr in tried)]
+        for label, losses in own.items()
+    ]
+    return table(["", *map(units.rate, tried)], rows)
+
+
+def judged(name: str) -> Verdict:
+    study, results = questions.find(name), Results(RESULTS / name).read()
+    return verdict(study, results, times.read(study, RESULTS / name, results))
+
+
+def durations(name: str) -> str:
+    """What a step of each arm took, alone on the device, and the time to the baseline's loss."""
+    head = ["", "a step, ms", "of it the optimizer", "tokens", "time"]
+    rows = []
+    for row in judged(name).rows:
+        if row.time is not None:
+            shares = (row.tokens_ratio, row.time_ratio)
+            cells = [f"{1e3 * s:.1f}" for s in (row.time.step, row.time.optimizer)]
+            cells += [f"{100 * share:.0f} %" if share else "" for share in shares]
+            rows.append([MUONS.get(label := row.ladder.arm.label, label), *cells])
+    return table(head, rows)
+
+
+def moved(name: str) -> str:
+    """How far the best rate moves, in both modes: claimed, and measured."""
+    head = ["", "approximate: predicted", "measured, 95 % interval"]
+    head += ["exact: predicted", "measured, 95 % interval"]
+    cells: dict[str, list[str]] = {}
+    for j in judged(name).judged:
+        d, c = j.difference, j.comparison
+        if c.claim.kind == "rate" and d is not None and d.low is not None and d.high is not None:
+            mean, low, high = (f"{math.exp(x):.2f}" for x in (d.mean, d.low, d.high))
+            own = cells.setdefault(c.arm.partition(",")[0], [])
+            own += [f"{c.claim.by:.3g}", f"{mean} [{low}, {high}], {j.state}"]
+    return table(head, [[gamma, *own] for gamma, own in cells.items()])
+
+
+def variances(name: str) -> str:
+    """Var(c)/Var(g) in both modes, and how gradients of one batch at two points correlate."""
+    head = ["", "approximate", "if gradients were independent", "exact", "correlation ρ of g and h"]
+    rows = {row.ladder.arm.label: row for row in judged(name).rows}
+    lines = []
+    for label, row in rows.items():
+        exact = rows.get(f"{label}, exact")
+        if exact is None or row.variance_ratio is None or exact.variance_ratio is None:
+            continue
+        run = questions.find(name).run(row.ladder.arm).optimizer
+        kappa = run.gamma * run.betas[0] / (1 - run.betas[0])
+        rho = 1 - (exact.variance_ratio - 1) / (2 * kappa * (1 + kappa))
+        figures = (row.variance_ratio, row.independent, exact.variance_ratio, rho)
+        lines.append([label, *(f"{x:.2f}" for x in figures)])
+    return table(head, lines)
 
 
 def to_adamw(name: str, base: str) -> str:
@@ -291,6 +361,7 @@ def scored(name: str) -> str:
             *(f"{100 * s['value']:.2f} ± {100 * s['stderr']:.2f}" for s in scores),
         ])  # fmt: skip
     rows.sort(key=lambda row: [arm.label for arm in study.arms].index(row[0]))
+    rows = [[MUONS.get(arm, arm), *more] for arm, *more in rows]
     return table([*head, *cells], rows)
 
 
@@ -426,7 +497,7 @@ def step_cost() -> str:
         row("MARS-AdamW / with `consume_grads=True`", ours, f"{ours}, consume_grads"),
         row(
             'MARS-AdamW with `state_dtype="bfloat16"` '
-            f"({lean:.0f} bytes of state a parameter; AdamW has {usual:.0f})",
+            f"({lean:.0f} bytes of state per parameter; AdamW has {usual:.0f})",
             f"{ours}, bfloat16 state",
         ),
         unclipped(
@@ -457,7 +528,7 @@ def lean_state() -> str:
         [f"`{row['state_dtype']!r}`", f"{row['bytes']:.3g}", _loss(row["losses"])]
         for row in result("lean_state_h200.json")["rows"]
     ]
-    return table(["`state_dtype`", "bytes of state a parameter", "validation loss"], rows)
+    return table(["`state_dtype`", "bytes of state per parameter", "validation loss"], rows)
 
 
 def train_speed() -> str:
@@ -489,7 +560,12 @@ def cost() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "optimizers-50m": lambda: arms("optimizers-50m"),
+    "optimizers-50m-times": lambda: durations("optimizers-50m"),
     "correction-50m": lambda: arms("correction-50m"),
+    "correction-50m-times": lambda: durations("correction-50m"),
+    "correction-50m-rates": lambda: moved("correction-50m"),
+    "correction-50m-variance": lambda: variances("correction-50m"),
+    "batch-50m": lambda: every_run("batch-50m", "512k"),
     "clip-50m": lambda: arms("clip-50m"),
     "clip-50m-adamw": lambda: to_adamw("clip-50m", "optimizers-50m"),
     "gpt-50m-rates": lambda: every_rate(race("gpt-50m")),

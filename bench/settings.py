@@ -133,7 +133,7 @@ def main(words: Sequence[str] | None = None, root: Path = ROOT) -> int:
     print(f"{'behind its results' if check else 'rewritten'}: {FILE}")
     if not check:
         write_atomically(path, wanted.encode())
-        print("the table of docs/choosing.md: python bench/readme_tables.py")
+        print("the tables of docs/: python bench/readme_tables.py")
     return int(check)
 
 

@@ -21,20 +21,20 @@ from mars.lab.study.results import Result, Results
 # Families by hue, MARS the stronger of each. Other arms have matplotlib's colours.
 COLORS = {
     "AdamW": "#444444",
-    "MARS-AdamW (.9, .95)": "#d9822b",
-    "MARS-AdamW": "#d9822b",
-    "MARS-AdamW (.95, .99)": "#e8b87c",
-    "Muon": "#7fa8d1",
-    "Muon, original scale": "#9fc5a8",
+    "MARS-AdamW (.9, .95)": "#c96f12",
+    "MARS-AdamW": "#c96f12",
+    "MARS-AdamW (.95, .99)": "#a8752a",
+    "Muon": "#4f86bd",
+    "Muon, original scale": "#5b9b6b",
     "MARS-M": "#1f5fa8",
     "MARS-Shampoo": "#2e8b57",
     "SOAP": "#9467bd",
-    "Lion": "#d3a4a4",
+    "Lion": "#b97474",
     "MARS-Lion": "#b03a3a",
     "γ = 0": "#444444",
-    "γ = 0.0125": "#f3c98b", "γ = 0.0125, exact": "#a9c8e8",
-    "γ = 0.025": "#e8a04c", "γ = 0.025, exact": "#6fa3d8",
-    "γ = 0.05": "#d0741a", "γ = 0.05, exact": "#3577bd",
+    "γ = 0.0125": "#c29a52", "γ = 0.0125, exact": "#7396b8",
+    "γ = 0.025": "#d08a2c", "γ = 0.025, exact": "#4d86c4",
+    "γ = 0.05": "#c06410", "γ = 0.05, exact": "#3577bd",
     "γ = 0.1": "#9c4a06", "γ = 0.1, exact": "#174a80",
 }  # fmt: skip
 FEW = 6  # rates that have room for their names
@@ -53,8 +53,9 @@ def by_tokens(axes: Any, ladder: Ladder, results: Sequence[Result], color: str) 
     ]
     xs, ys = zip(*points, strict=True)
     axes.plot([x / 1e6 for x in xs], ys, color=color)
+    at = "" if len(own) > 1 else f" at {units.rate(ladder.best)}"
     axes.annotate(
-        f" {label} {ys[-1]:.3f}", (xs[-1] / 1e6, ys[-1]), color=color, va="center", fontsize=8,
+        f" {label}{at}: {ys[-1]:.3f}", (xs[-1] / 1e6, ys[-1]), color=color, va="center", fontsize=8,
         annotation_clip=False,
     )  # fmt: skip
 
@@ -97,7 +98,10 @@ def draw(directory: Path) -> Path:
     spread_labels(first)
     first.set_xlabel("million tokens")
     first.set_ylabel("validation loss")
-    title = "at the best rate, mean over seeds" if searched else study.question.partition(":")[0]
+    title = study.question.partition(":")[0]
+    if searched:
+        several = any(len(seeds) > 1 for own in found for seeds in own.losses.values())
+        title = "at the best rate, mean over seeds" if several else "one seed, best rate so far"
     first.set_title(title, fontsize=10)
     for panel in panels[0]:
         panel.spines[["top", "right"]].set_visible(False)

@@ -156,8 +156,13 @@ def test_unclipped_lion_is_lion(gamma: float) -> None:
 
 
 @pytest.mark.parametrize(("gamma", "nesterov"), [(0.0, False), (0.05, True)])
-def test_unclipped_mars_m_is_muon(gamma: float, nesterov: bool) -> None:
-    """γ = 0 is Muon without Nesterov; γ = 1 − β₁ is Muon with it, Moonlight's scale."""
+@pytest.mark.parametrize(
+    ("mars_type", "scale"), [("mars-m", "match_rms_adamw"), ("mars-shampoo", "original")]
+)
+def test_unclipped_matrix_types_are_muon(
+    mars_type: str, scale: str, gamma: float, nesterov: bool
+) -> None:
+    """γ = 0 is Muon without Nesterov; γ = 1 − β₁ is Muon with it, at either scale."""
     xs, gradients = problem(torch.float32, steps=8, shapes=((16, 8), (8, 24)))
     got = run(
         lambda p: MARS(
@@ -167,7 +172,7 @@ def test_unclipped_mars_m_is_muon(gamma: float, nesterov: bool) -> None:
             gamma=gamma,
             weight_decay=0.1,
             clip=None,
-            mars_type="mars-m",
+            mars_type=mars_type,
         ),
         xs,
         gradients,
@@ -179,7 +184,7 @@ def test_unclipped_mars_m_is_muon(gamma: float, nesterov: bool) -> None:
             momentum=0.95,
             nesterov=nesterov,
             weight_decay=0.1,
-            adjust_lr_fn="match_rms_adamw",
+            adjust_lr_fn=scale,
         ),
         xs,
         gradients,
