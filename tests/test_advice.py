@@ -32,6 +32,13 @@ def test_a_decay_that_is_for_matrices_alone(own: dict, said: str, caplog: Log) -
     assert all(text.startswith(said) for text in told)
 
 
+def test_what_from_adamw_derives_is_meant(caplog: Log) -> None:
+    adamw = torch.optim.AdamW(nn.Linear(4, 2).parameters(), lr=1e-3, weight_decay=0.1)
+    group = MARS.from_adamw(adamw, verbose=False).param_groups[0]
+    assert group["weight_decay"] < group["weight_decay_1d"] == 0.1
+    assert caplog.messages == []
+
+
 def test_a_network_that_mars_would_hardly_train(caplog: Log) -> None:
     resnet = nn.Sequential(CONV, nn.Flatten(), nn.Linear(8, 4))
     MARS(resnet.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,10 +71,12 @@ def _warn_about_their_decay(groups: Sequence[dict[str, Any]], weight_decay: Any)
         own, theirs = group["weight_decay"], group["weight_decay_1d"]
         said = not isinstance(own, Tensor) and own not in (0, weight_decay, theirs)
         said = said and theirs == DEFAULT_WEIGHT_DECAY_1D  # else somebody has thought of them
+        if said and math.isclose(own * group["base_lr"], theirs * group["lr_1d"]):
+            said = False  # all lose the same in a step, as MARS.from_adamw makes it
         if said and (vectors := _vectors(group)):
             logger.warning(
                 "weight_decay=%g of a group is for matrices. %d tensors in it that are none decay "
-                "by weight_decay_1d=%g: set that in the group as well",
+                "by weight_decay_1d=%g: set weight_decay_1d in the group if you meant both",
                 own, len(vectors), as_float(theirs),
             )  # fmt: skip
             return
