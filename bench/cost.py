@@ -1,6 +1,6 @@
 """What AdamW, Muon and every MARS cost in training, by model size: time, memory, tokens a second.
 
-    python bench/cost.py --seconds 500 --out runs/cost.json    # the same command goes on
+    python bench/cost.py --seconds 500 --out runs/cost.json    # the same command resumes
     python bench/cost.py --sizes tiny --out runs/cost.json     # any machine
 
 A cell is a size and an optimizer: a real training step of mars.lab's GPT on random tokens, beside
@@ -312,7 +312,7 @@ def main() -> None:
     print(f"{found['device']}, torch {found['torch']}\n\n{terminal(found)}\n")
     print("\n".join(words.error_summary(list(of_cost(found)))))
     if left:
-        print(f"{left} cells are left: the same command goes on")
+        print(f"{left} cells are left: the same command resumes")
 
 
 if __name__ == "__main__":

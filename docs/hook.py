@@ -1,4 +1,7 @@
-"""Links that leave docs/ lead somewhere in a checkout, but not on the site: there they are text."""
+"""What Markdown cannot say of the site: links that leave docs/ are text there, figures do not wrap.
+
+Links out of docs/ lead somewhere in a checkout, but not on the site.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,14 @@ from typing import Any
 LEAVING = re.compile(r"\[(?P<text>[^]]+)]\(\.\./(?P<path>[^)#]+)(?P<anchor>#[^)]*)?\)")
 # What a page of the site says too.
 HERE = {"README.md#the-result-so-far": "results.md"}
+
+# A cell that is a figure, with a spread, an interval or a unit, and no sentence.
+FIGURE = re.compile(r"<td(?P<how>[^>]*)>(?P<text>[−+≈]?\d[^<]{,28})</td>")
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Called by MkDocs with each page after it is rendered."""
+    return FIGURE.sub(r'<td class="figure"\g<how>>\g<text></td>', html)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -30,7 +30,7 @@ def fault(name: str, happens: str, shows: str, *tests: str) -> Fault:
     return Fault(name, happens, shows, tests)
 
 
-SAME = "the same command goes on, to the bit"
+SAME = "the same command resumes, to the bit"
 NOTHING = "nothing is changed"
 ONE_LINE = "one line that names the file, exit status 1"
 
@@ -72,7 +72,7 @@ KILLS = (
     ),
     fault(
         "a worker of a race killed, as for memory, or lost to a crash of the driver",
-        "its run goes on in a new process from its checkpoint, the others are not disturbed; lost "
+        "its run resumes in a new process from its checkpoint, the others are not disturbed; lost "
         "twice, it has failed and the others go on",
         "`a run is begun again: its process was ended by SIGKILL (memory?)`",
         "faults/test_workers_killed.py::test_a_worker_killed_for_memory",
@@ -88,7 +88,7 @@ KILLS = (
     ),
     fault(
         "`mars data` interrupted or killed",
-        "goes on where it was; the same bytes",
+        "resumes where it was; the same bytes",
         "`not finished` if used before",
         "lab/test_data_resume.py::test_killed_runs_go_on_and_end_with_the_same_bytes",
         "lab/test_data_resume.py::test_a_kill_around_any_call_to_the_disk_changes_no_byte",
@@ -105,9 +105,9 @@ KILLS = (
 SIGNALS = (
     fault(
         "SIGTERM, SIGINT (Ctrl-C)",
-        "saves after the step, exit status 0; " + SAME,
-        "`SIGTERM: will save after this step …`, then `the same command goes on from there`",
-        "faults/test_processes.py::test_a_signal_saves_and_ends_with_success",
+        "saves after the step, exit status 130; " + SAME,
+        "`SIGTERM: will save after this step …`, then `the same command resumes from there`",
+        "faults/test_processes.py::test_a_signal_saves_and_ends",
         "faults/test_processes.py::test_ctrl_c_is_answered_beside_the_bar",
         "faults/test_processes.py::test_ctrl_c_promises_no_save_where_there_is_none",
         "lab/test_loop.py::test_a_signal_saves_and_ends_cleanly",
@@ -117,7 +117,7 @@ SIGNALS = (
         "SIGHUP: the terminal was closed",
         "as SIGTERM; with `nohup` it trains on",
         "`SIGHUP at step …` in the log",
-        "faults/test_processes.py::test_a_signal_saves_and_ends_with_success",
+        "faults/test_processes.py::test_a_signal_saves_and_ends",
         "lab/test_signals.py::test_what_the_parent_ignores_stays_ignored",
     ),
     fault(
@@ -362,14 +362,14 @@ STATE = (
 DISTRIBUTED = (
     fault(
         "one rank dies",
-        "the others end; the same command, with any number of processes, goes on",
+        "the others end; the same command, with any number of processes, resumes",
         "`rank 1: another process has ended or is lost: …`",
         "lab/test_parallel.py::test_one_that_dies_does_not_hang_the_others",
         "faults/test_shards.py::test_a_rank_that_dies_leaves_a_run_that_one_process_can_end",
     ),
     fault(
         "one rank dies under `torchrun --max-restarts`",
-        "torchrun starts all again and the run goes on by itself, to the bit",
+        "torchrun restarts all and the run resumes by itself, to the bit",
         "`resumed from step-…`",
         "lab/test_parallel.py::test_torchrun_restarts_a_run_of_which_a_process_died",
     ),

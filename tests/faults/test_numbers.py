@@ -53,7 +53,7 @@ def test_a_nan_gradient_stops_the_run_before_it_is_saved(
     last = 3 if step == 5 else 6
     assert newest(folder).name == f"step-{last:08d}"
     assert finite(newest(folder))
-    # The fault was of the moment: the same command goes on, and nothing is lost.
+    # The fault was of the moment: the same command resumes, and nothing is lost.
     ended = mars.run("train", given(folder, optimizer, steps=24))
     assert ended.code == 0, ended.err
     assert mars.run("train", given(tmp_path / "whole", optimizer, steps=24)).code == 0

@@ -40,7 +40,7 @@ class Race:
         return {path.parents[1] for path in self.out.glob("*/checkpoints/step-*")}
 
     def end(self) -> None:
-        """The same command goes on, and ends a little later."""
+        """The same command resumes, and ends a little later."""
         length = max(int(p.name[5:13]) for p in self.out.glob("*/checkpoints/step-*")) + 10
         begun = self._saved()
         for folder in begun:
@@ -92,8 +92,8 @@ def test_a_worker_killed_for_memory(mars: Nursery, tmp_path: Path) -> None:
     os.kill(other, 0)
     race.process.send(signal.SIGTERM)
     ended = race.process.wait()
-    assert ended.code == 0
-    assert "stopped; the same command goes on from here" in ended.out
+    assert ended.code == 130
+    assert "stopped; the same command resumes from here" in ended.out
     assert "Traceback" not in ended.err
     assert gone(other)
     race.end()

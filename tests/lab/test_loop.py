@@ -319,9 +319,9 @@ def test_a_signal_saves_and_ends_cleanly(tmp_path: Path, number: signal.Signals)
         train(run(tmp_path / "run", steps=10_000_000))
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+    assert process.returncode == 130, err
     assert "stopped at step" in out
-    assert "the same command goes on" in out
+    assert "the same command resumes" in out
     end = read(tmp_path / "run")[-1]
     assert (end["kind"], end["status"]) == ("end", "stopped")
     newest = checkpoint.newest(tmp_path / "run", print)

@@ -122,7 +122,7 @@ def test_that_is_said_before_the_first_run_and_not_of_a_grid(
 ) -> None:
     monkeypatch.setattr(race, "run_all", lambda *_: None)  # as if somebody stopped it at once
     words = ["--optimizers", "adamw", "--loop.steps", "9", "--keep.out", str(tmp_path / "race")]
-    assert main(["race", "gpt-tiny", *words, "--rates", *rates]) == 0
+    assert main(["race", "gpt-tiny", *words, "--rates", *rates]) == 130
     assert capsys.readouterr().err.count("were tuned with 56 times more tokens") == lines
 
 
@@ -131,9 +131,9 @@ def test_one_rate_for_all_is_said_to_be_tuned_for_none(
 ) -> None:
     monkeypatch.setattr(race, "run_all", lambda *_: None)
     words = ["gpt-tiny", "--keep.out", str(tmp_path / "race"), "--optimizers"]
-    assert main(["race", *words, "adamw", "muon", "--optimizer.lr", "0.1"]) == 0
+    assert main(["race", *words, "adamw", "muon", "--optimizer.lr", "0.1"]) == 130
     assert "one rate for all, tuned for none" in capsys.readouterr().err
-    assert main(["race", *words, "muon", "--optimizer.lr", "0.1"]) == 0
+    assert main(["race", *words, "muon", "--optimizer.lr", "0.1"]) == 130
     assert "one rate" not in capsys.readouterr().err
 
 
@@ -278,8 +278,8 @@ def test_a_race_is_stopped_and_goes_on(tmp_path: Path) -> None:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    assert "the same command goes on" in out
+    assert process.returncode == 130, err
+    assert "the same command resumes" in out
     assert err.count("stopping: runs in progress are saved") == 1
     assert "will save" not in err  # what a run answers who sits before it alone
     ends = [read(log.parent)[-1] for log in (tmp_path / "race").glob("*/log.jsonl")]

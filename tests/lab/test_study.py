@@ -450,8 +450,8 @@ def test_variance_goes_on_after_ctrl_c_to_the_bit(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Kept, "write", interrupted)
-    assert main([*words, str(parts)]) == 0
-    assert "the same command goes on from here" in capsys.readouterr().out
+    assert main([*words, str(parts)]) == 130
+    assert "the same command resumes from here" in capsys.readouterr().out
     assert not (parts / "results.json").exists()
     done = Kept(parts, e).read()
     assert done is not None
@@ -460,7 +460,7 @@ def test_variance_goes_on_after_ctrl_c_to_the_bit(
     submit = v.Crew.submit
     monkeypatch.setattr(v.Crew, "submit", lambda *a: (followed.append(a[3:]), submit(*a))[1])
     assert main([*words, str(parts)]) == 0
-    assert f"goes on: {len(done)} trajectories are done" in capsys.readouterr().err
+    assert f"resuming: {len(done)} trajectories are done" in capsys.readouterr().err
     assert sorted([*followed, *done]) == sorted(e.trajectories)  # none twice
     assert not (parts / NAME_OF_KEPT).exists()
     assert (parts / "variance.md").read_bytes() == (whole / "variance.md").read_bytes()

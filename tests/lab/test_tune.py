@@ -178,11 +178,11 @@ def test_ctrl_c_saves_the_trial_and_the_same_command_ends_it(
     thread = threading.Thread(target=interrupt)
     thread.start()
     try:
-        assert go(*words) == 0
+        assert go(*words) == 130
     finally:
         over.set()
         thread.join()
-    assert "stopped; the same command goes on" in capsys.readouterr().out
+    assert "stopped; the same command resumes" in capsys.readouterr().out
     assert [t["state"] for t in found(out)["trials"]] == ["complete", "running"]
     assert log.read(out / "trial-0001")[-1]["status"] == "stopped"
 

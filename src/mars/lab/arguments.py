@@ -165,7 +165,7 @@ def _named_run(name: str, optimizer: str | None) -> Run:
     if path.is_dir():
         if not (path / "config.json").exists():
             is_race = (path / "race.json").exists()
-            held = "a race: `mars race` goes on with it" if is_race else "no run"
+            held = "a race: `mars race` resumes it" if is_race else "no run"
             raise LabError(f"{path} holds {held}")
         run = overridden(_read(path / "config.json"), optimizer)
         return run.replace(keep={"out": name})

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from mars.lab.errors import Elsewhere, LabError, unexpected
+from mars.lab.errors import INTERRUPTED, Elsewhere, LabError, unexpected
 
 USAGE = """usage: mars COMMAND [options]
 
@@ -28,7 +28,7 @@ MARS: optimizers that correct each gradient by the last one, and a laboratory fo
   export    a folder that Hugging Face transformers loads
   tune      search learning rate, decay and γ
   study     a question, a prediction, the runs that are worth their time, and a verdict
-  plan      memory, traffic and time of a step on GPUs that are not here
+  plan      memory, traffic and time of a step on GPUs you do not have
   convert   a checkpoint in one file to shards, or back
   doctor    versions, device, which engine would be used and why
 
@@ -54,7 +54,7 @@ def _train(words: list[str]) -> int:
     from mars.lab.train import train
 
     command = shlex.join(["mars", "train", *words])
-    what = "Train one model by one optimizer; interrupted, the same command goes on."
+    what = "Train one model by one optimizer; if interrupted, run the same command to resume."
     recipe, words = arguments.recipe_of(words, None, "mars train", what)
     words = arguments.shorthands(words)
     base = arguments.base_run(recipe, words)
@@ -100,8 +100,10 @@ def _train(words: list[str]) -> int:
     sys.stdout.write(f"{outcome.status} at step {outcome.step}{loss}{right}: {outcome.directory}\n")
     if outcome.status == "stopped":
         saved = run.keep.save_every is not None
-        where = "goes on from there" if saved else "begins again: keep.save_every is None"
+        where = "resumes from there" if saved else "starts again: keep.save_every is None"
         sys.stdout.write(f"the same command {where}\n")
+        # torchrun would take another status than 0 for a failure, and start all again.
+        return 0 if "TORCHELASTIC_RUN_ID" in os.environ else INTERRUPTED
     return 0
 
 
@@ -153,7 +155,7 @@ def _of(module: str, name: str, about: str) -> Callable[[list[str]], int]:
 
 PLAIN = (
     ("data.command", "data", "Turn text into shards of tokens, or images into arrays, with a "
-     "manifest of checksums; an interrupted run goes on."),
+     "manifest of checksums; an interrupted run is resumed."),
     ("report.command", "report", "Make a self-contained HTML page from the logs of runs or races, "
      "and print the table."),
     ("sample", "sample", "Continue a text with a trained model."),
@@ -228,7 +230,7 @@ def main(words: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         sys.stderr.write("mars: interrupted\n")
-        return 130
+        return INTERRUPTED
 
 
 def _reported_elsewhere(error: LabError) -> bool:

@@ -199,9 +199,9 @@ class Keep:
     out: str | None = None
     """Run directory, or --out for short; by default runs/RECIPE-OPTIMIZER-sSEED."""
     save_every: int | None = 1000
-    """Steps between checkpoints, besides at the end and on Ctrl-C. None: none, as in studies."""
+    """Steps between checkpoints, in addition to the end and Ctrl-C. None: none, as in studies."""
     last: int = 2
-    """Checkpoints to keep, the newest; the best one stays besides."""
+    """How many of the newest checkpoints to keep; the best one stays in addition."""
     resume: bool = True
     """Go on from the newest valid checkpoint in the run directory, if there is one."""
     tensorboard: bool = False

@@ -5,6 +5,8 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
+INTERRUPTED = 130  # exit status of what was stopped before its end, as a shell has it of Ctrl-C
+
 
 class LabError(Exception):
     """One clear line for the user; the command prints it and exits with status 1."""

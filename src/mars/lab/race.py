@@ -14,7 +14,7 @@ from typing import Any
 from mars.lab import arguments, recipes, tasks
 from mars.lab.config import Run, check, read_config, to_json
 from mars.lab.differences import first_difference
-from mars.lab.errors import LabError
+from mars.lab.errors import INTERRUPTED, LabError
 from mars.lab.hardware import choose_device
 from mars.lab.optimizers import build
 from mars.lab.pool import Job, cores, run_all, threads
@@ -33,7 +33,7 @@ class RaceArgs(Run):
     """Race optimizers."""
 
     optimizers: tuple[str, ...] = FIELD
-    """Who races: registered names, or your own as package.module:Class; NAME@0.01 sets its rate."""
+    """To race: registered names, or your own as package.module:Class; NAME@0.01 sets a rate."""
     seeds: int = 2
     """Seeds 0, 1, …: initial weights and batches, the same for all optimizers."""
     rates: tuple[float, ...] = (1.0,)
@@ -202,10 +202,10 @@ def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
         failed = run_all(jobs, processes, command)
         if failed is None:
             sys.stdout.write(
-                "stopped; the same command goes on from here, "
+                "stopped; the same command resumes from here, "
                 f"`mars report {directory}` shows what there is\n"
             )
-            return 0
+            return INTERRUPTED
         tell(args, directory, jobs, about)
     for name, text in failed.items():
         sys.stderr.write(f"mars: error: {name}: {text}\n")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mars.lab import arguments, findings, search, tasks, workers
 from mars.lab.config import Run
 from mars.lab.crew import Crew, WorkerDied, stop, watched
-from mars.lab.errors import LabError
+from mars.lab.errors import INTERRUPTED, LabError
 from mars.lab.findings import Findings
 from mars.lab.hardware import choose_device
 from mars.lab.pool import cores, threads
@@ -57,7 +57,7 @@ def tune_command(words: list[str]) -> int:
     default = arguments.with_defaults(TuneArgs, base)
     about = (
         f"Search settings of an optimizer on {recipe}, around those of the recipe. Every field "
-        "can be overridden. The same command goes on with a search that was interrupted. It is "
+        "can be overridden. The same command resumes a search that was interrupted. It is "
         "kept in --out, by default runs/tune-RECIPE-OPTIMIZER."
     )
     args = arguments.parse(TuneArgs, words, f"mars tune {recipe}", about, default)
@@ -90,8 +90,8 @@ def tune(args: TuneArgs, directory: Path, command: str) -> int:
     with RunDirectory(directory, "tune.json").lock():
         complete = Search(args, found, jobs, first).go()
     if not complete:
-        sys.stdout.write("stopped; the same command goes on from here\n")
-    return 0
+        sys.stdout.write("stopped; the same command resumes from here\n")
+    return 0 if complete else INTERRUPTED
 
 
 def advice(run: Run, searched: Collection[str]) -> settings.Recommendation | None:
@@ -152,7 +152,7 @@ class Search:
         try:
             return future.result()
         except WorkerDied as error:
-            text = f"trial-{trial.number:04d}: {error}; the same command goes on from here"
+            text = f"trial-{trial.number:04d}: {error}; the same command resumes from here"
             raise LabError(text) from error
 
     def _stop(self, pool: Executor) -> None:

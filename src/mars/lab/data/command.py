@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataArgs:
-    """Prepare text or images for training; the same command goes on after an interruption."""
+    """Prepare text or images for training; the same command resumes after an interruption."""
 
     source: str
     """A file, directory or glob of .txt, .jsonl, .parquet (also .gz, .zst); openwebtext;

@@ -23,7 +23,7 @@ BYTES = {"bf16": 2, "fp32": 4}
 
 @dataclass(frozen=True)
 class PlanArgs:
-    """Predict memory, traffic and time of a step on GPUs that are not here."""
+    """Predict memory, traffic and time of a step on GPUs you do not have."""
 
     gpus: int = 1
     """How many GPUs."""

@@ -51,7 +51,7 @@ RECIPES: dict[str, Recipe] = {
     **{
         f"{data}-{arch}{suffix}": Recipe(f"{about}, {how}", vision.maker(data, arch, short=short))
         for suffix, short, how in (
-            ("", False, f"{vision.EPOCHS} epochs, a tenth of the rate twice"),
+            ("", False, f"{vision.EPOCHS} epochs, rate divided by 10 twice"),
             ("-short", True, f"{vision.SHORT_EPOCHS} epochs, one cycle"),
         )
         for data, arch, about in vision.NETWORKS

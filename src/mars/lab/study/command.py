@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mars.lab import arguments, tasks
-from mars.lab.errors import LabError
+from mars.lab.errors import INTERRUPTED, LabError
 from mars.lab.optimizers import build
 from mars.lab.report import fit
 from mars.lab.rundir import RunDirectory, write_atomically
@@ -27,17 +27,17 @@ from mars.lab.study.stretch import Stretch
 from mars.lab.study.verdict import markdown, terminal, verdict
 
 ABOUT = (
-    "Go on with a study: the next most informative runs, until all is known or the time is up; "
+    "Resume a study: the next most informative runs, until all is known or the time is up; "
     "then the verdict. NAME is one that `mars study` lists, or package.module:function of yours."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyArgs:
-    """Go on with a study."""
+    """Resume a study."""
 
     seconds: float | None = None
-    """End within so many seconds: what cannot be finished is not begun, or saved to go on with."""
+    """End within so many seconds: what cannot be finished is not begun, or saved to be resumed."""
     out: str | None = None
     """Where results.jsonl, verdict.md and report.html are; by default runs/study-NAME."""
     arms: tuple[str, ...] = ()
@@ -118,8 +118,9 @@ def go_on(name: str, args: StudyArgs, command: str) -> int:
         failed |= without
     tell(study, directory, args.seeds)
     if failed is None:
-        sys.stdout.write("stopped; the same command goes on from here\n")
-    for what, text in (failed or {}).items():
+        sys.stdout.write("stopped; the same command resumes from here\n")
+        return INTERRUPTED
+    for what, text in failed.items():
         sys.stderr.write(f"mars: error: {what}: {text}\n")
     return 1 if failed else 0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mars.lab import hardware
-from mars.lab.errors import LabError
+from mars.lab.errors import INTERRUPTED, LabError
 from mars.lab.pool import cores
 from mars.lab.report import units
 from mars.lab.rundir import RunDirectory, write_atomically
@@ -65,8 +65,8 @@ def variance_command(args: VarianceArgs) -> int:
         try:
             rows = measure(e, min(cores(), len(e.trajectories)), looks, watch)
         except (KeyboardInterrupt, InterruptedError):  # a worker may be asked alone
-            sys.stdout.write("stopped; the same command goes on from here\n")
-            return 0
+            sys.stdout.write("stopped; the same command resumes from here\n")
+            return INTERRUPTED
         write(e, rows, directory.path, kept.seconds + time.monotonic() - began)
         kept.remove()
     sys.stdout.write(text(rows) + f"\n{directory.path}\n")
@@ -79,7 +79,7 @@ def _begun(kept: Kept) -> dict[Which, list[Look]]:
     if looks is None:
         sys.stderr.write(f"begins again: {kept.path} is of other code, torch or another machine\n")
     elif looks:
-        sys.stderr.write(f"goes on: {len(looks)} trajectories are done\n")
+        sys.stderr.write(f"resuming: {len(looks)} trajectories are done\n")
     return looks or {}
 
 
