@@ -227,6 +227,41 @@ def exact_after_approximate() -> float:
     return furthest([p], [plain])
 
 
+def exact_with_validation() -> float:
+    """Exact mode by closure, with a forward pass alone between steps: FSDP2 stays gathered then."""
+    ends = []
+    for way in ("fsdp", "alone"):
+        model = make_model()
+        if way == "fsdp":
+            fully_shard(model, mesh=mesh(dist.get_world_size()))
+        optimizer = MARS(model.parameters(), is_approx=False, **OPTIONS)
+        for step in range(STEPS):
+
+            def closure(step=step, model=model, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = model(rows_of(step)).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            with torch.no_grad():
+                model(rows_of(0))
+        ends.append([full(p) for p in model.parameters()])
+    return furthest(*ends)
+
+
+def rows_of(step: int) -> Tensor:
+    """The same on all ranks."""
+    return torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+def empty_replicas() -> None:
+    """A matrix of no rows, that ranks share: a step changes nothing."""
+    p = nn.Parameter(torch.zeros(0, 3))
+    p.grad = torch.zeros(0, 3)
+    MARS([p], mars_type="mars-m", ranks="replicate").step()
+
+
 def grad_norms(strategy: str) -> tuple[float, float]:
     """`optimizer.grad_norm` of this strategy and of one process."""
     options = {**OPTIONS, "max_grad_norm": 0.5, "mars_type": "mars-m"}

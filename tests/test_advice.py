@@ -14,22 +14,44 @@ Log = pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("own", "said"),
+    ("own", "given", "told"),
     [
-        ({"weight_decay": 0.01}, "weight_decay=0.01 of a group is for matrices. 2 tensors"),
-        ({"weight_decay": 0.0}, ""),  # decays nothing
-        ({"weight_decay": 0.1}, ""),  # as they do anyway
-        ({"weight_decay": 0.01, "weight_decay_1d": 0.02}, ""),
-        ({"weight_decay": 0.01, "weight_decay_1d": 0.0}, ""),
-        ({"weight_decay": 0.01, "optimize_1d": True}, ""),
+        ({"weight_decay": 0.01}, {}, True),
+        ({}, {"weight_decay": 0.01}, True),
+        ({"weight_decay": 0.0}, {}, False),  # decays nothing
+        ({"weight_decay": 0.1}, {}, False),  # as they do anyway
+        ({}, {}, False),
+        ({"weight_decay": 0.01, "weight_decay_1d": 0.1}, {}, False),
+        ({"weight_decay": 0.01}, {"weight_decay_1d": 0.1}, False),
+        ({}, {"weight_decay": 0.01, "weight_decay_1d": 0.1}, False),
+        ({"weight_decay": 0.01, "weight_decay_1d": 0.0}, {}, False),
+        ({"weight_decay": 0.01, "optimize_1d": True}, {}, False),
     ],
 )
-def test_a_decay_that_is_for_matrices_alone(own: dict, said: str, caplog: Log) -> None:
-    given = {"params": list(CONV.parameters()), **own}
-    MARS([given], lr=1e-2, lr_1d=1e-2)
-    told = [text for text in caplog.messages if "of a group is for matrices" in text]
-    assert bool(told) == bool(said)
-    assert all(text.startswith(said) for text in told)
+def test_a_decay_that_is_for_matrices_alone(
+    own: dict, given: dict, told: bool, caplog: Log
+) -> None:
+    layer = nn.Linear(4, 8)
+    groups = [{"params": [p], **own} for p in layer.parameters()]
+    optimizer = MARS(
+        [*groups, {"params": [nn.Parameter(torch.ones(3))], **own}], lr_1d=1e-2, **given
+    )
+    expected = ["weight_decay=0.01 is for matrices. 1 tensors that are none"] if told else []
+    found = [text for text in caplog.messages if "is for matrices. 1" in text]
+    assert [text[: len(expected[0])] for text in found] == expected
+    assert optimizer.defaults["weight_decay_1d"] == 0.1
+
+
+@pytest.mark.parametrize("matrix", [False, True])
+def test_flat_tensors_of_a_wrapper(matrix: bool, caplog: Log) -> None:
+    """FSDP1 and DeepSpeed flatten what they wrap."""
+    flat = [nn.Parameter(torch.ones(12)), nn.Parameter(torch.ones(0))]
+    MARS([*flat, *([nn.Parameter(torch.ones(3, 4))] if matrix else [])], mars_type="mars-m")
+    assert ("MARS needs FSDP2" in caplog.text) is not matrix
+    caplog.clear()
+    MARS(flat, mars_type="mars-m", optimize_1d=True)
+    MARS(flat, mars_type="plain-adamw")
+    assert caplog.messages == []
 
 
 def test_what_from_adamw_derives_is_meant(caplog: Log) -> None:

@@ -56,11 +56,17 @@ def test_step_size_rule_keeps_lr_times_decay() -> None:
         assert b["betas"] == a["betas"]
 
 
-@pytest.mark.parametrize("options", [{"second_moment": "raw"}, {"is_approx": False}])
+@pytest.mark.parametrize("options", [{"second_moment": "raw"}, {"mars_type": "mars-m"}])
 def test_a_second_moment_without_the_corrections_noise_keeps_the_rate(options: dict) -> None:
     old = adamw(model())
     new = MARS.from_adamw(old, verbose=False, clip=None, **options)
     assert [g["lr"] for g in new.param_groups] == [g["lr"] for g in old.param_groups]
+
+
+def test_exact_mode_takes_the_rate_of_approximate_mode() -> None:
+    both = [MARS.from_adamw(adamw(model()), verbose=False, is_approx=a) for a in (True, False)]
+    rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in both]
+    assert rates[0] == rates[1]
 
 
 def test_vectors_go_on_exactly_as_adamw_trained_them() -> None:

@@ -180,6 +180,14 @@ def test_an_exact_step_after_approximate_ones(two: Ranks) -> None:
     assert max(two.run(CASES, "exact_after_approximate")) < TOLERANCE
 
 
+def test_exact_steps_with_validations_between(two: Ranks) -> None:
+    assert max(two.run(CASES, "exact_with_validation")) < TOLERANCE
+
+
+def test_matrices_without_rows_that_ranks_share(two: Ranks) -> None:
+    two.run(CASES, "empty_replicas")
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero"])
 def test_grad_norm_is_that_of_all_gradients(strategy: str, two: Ranks) -> None:
     for got, alone in two.run(CASES, "grad_norms", strategy):

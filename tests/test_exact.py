@@ -49,20 +49,24 @@ def train_by_closure(model, batches, **options):
 def train_by_protocol(model, batches, **options):
     """The authors' way: the next batch is evaluated before the step."""
     optimizer = MARS(model.parameters(), is_approx=False, **options)
+    return optimizer, follow_protocol(optimizer, model, batches, range(len(batches)))
+
+
+def follow_protocol(optimizer, model, batches, steps) -> list[float]:
     losses = []
-    for i, batch in enumerate(batches):
+    for i in steps:
         if i + 1 < len(batches):
             optimizer.zero_grad()
             loss_of(model, batches[i + 1]).backward()
             optimizer.update_previous_grad()
         optimizer.zero_grad()
-        loss = loss_of(model, batch)
+        loss = loss_of(model, batches[i])
         loss.backward()
         optimizer.step()
         if i + 1 < len(batches):
             optimizer.update_last_grad()
         losses.append(float(loss.detach()))
-    return optimizer, losses
+    return losses
 
 
 @pytest.mark.parametrize("clip", ["tensor", "global", None])
@@ -250,11 +254,12 @@ def test_exact_mode_without_closure_or_protocol_is_refused() -> None:
         optimizer.step()
 
 
-def test_dcp_init_step_does_not_count_as_a_step_of_the_protocol() -> None:
+@pytest.mark.parametrize("lr", [1e-2, torch.tensor(1e-2)], ids=["float", "tensor"])
+def test_dcp_init_step_does_not_count_as_a_step_of_the_protocol(lr: float | torch.Tensor) -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     model = make_model()
-    optimizer = MARS(model.parameters(), is_approx=False)
+    optimizer = MARS(model.parameters(), is_approx=False, lr=lr)
     get_optimizer_state_dict(model, optimizer)  # makes the state by a step at lr = 0
     loss_of(model, make_batches(1)[0]).backward()
     optimizer.step()
@@ -290,14 +295,20 @@ def test_protocol_methods_are_harmless_in_approximate_mode() -> None:
 def test_resume_is_bitwise(train) -> None:
     batches = make_batches(8)
     whole = make_model()
-    train_by_closure(whole, batches, lr=0.05)
+    train(whole, batches, lr=0.05)
     model = make_model()
-    optimizer, _ = train_by_closure(model, batches[:4], lr=0.05)
+    if train is train_by_closure:
+        optimizer, _ = train(model, batches[:4], lr=0.05)
+    else:  # whose fourth step has looked at the fifth batch
+        optimizer = MARS(model.parameters(), is_approx=False, lr=0.05)
+        follow_protocol(optimizer, model, batches, range(4))
     resumed = make_model()
     resumed.load_state_dict(model.state_dict())
     again = MARS(resumed.parameters(), is_approx=False, lr=0.05)
     again.load_state_dict(optimizer.state_dict())
-    for batch in batches[4:]:
+    if train is train_by_protocol:
+        follow_protocol(again, resumed, batches, range(4, 8))
+    for batch in batches[4:] if train is train_by_closure else []:
 
         def closure(batch=batch):
             again.zero_grad()
@@ -332,6 +343,32 @@ def test_switching_to_the_protocol_mid_way_takes_one_uncorrected_step() -> None:
         p.grad = torch.randn_like(p)
         optimizer.step()
         assert "previous_grad" not in optimizer.state[p]
+
+
+@pytest.mark.parametrize("approximate", [0, 2])
+@pytest.mark.parametrize("closures", [0, 2])
+def test_the_protocol_may_begin_after_any_steps(closures: int, approximate: int) -> None:
+    """In its own order, with update_previous_grad first: one step without correction, then on."""
+    model, batches = make_model(), make_batches(6)
+    optimizer, _ = train_by_closure(model, batches[:closures], gamma=0.5, clip=None)
+    optimizer.param_groups[0]["is_approx"] = True
+    for batch in batches[:approximate]:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    optimizer.param_groups[0]["is_approx"] = False
+    weight = model[0].weight
+    before = optimizer.state[weight]["exp_avg"].clone() if optimizer.state else None
+    if before is None:
+        follow_protocol(optimizer, model, batches, range(1))
+        return  # nothing went before: h is 0
+    with pytest.warns(UserWarning, match="this one step is taken without correction"):
+        follow_protocol(optimizer, model, batches, range(1))
+    expected = 0.95 * before + 0.05 * weight.grad
+    torch.testing.assert_close(optimizer.state[weight]["exp_avg"], expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        follow_protocol(optimizer, model, batches, range(1, 4))
 
 
 def test_a_wrong_option_is_found_before_the_closure_runs() -> None:

@@ -488,3 +488,30 @@ def test_layers_that_are_few_are_numbered_all_the_same(count: int) -> None:
     ]
     groups = by_name(mars.param_groups(pairs, mars_type="mars-m"))
     assert {group["name"] for group in groups.values()} == {"matrices"}
+
+
+def test_tables_without_a_module_of_their_own() -> None:
+    """Of Mamba, Swin and ViT: no product with them, nothing to orthogonalise."""
+    table = torch.zeros(9, 4)
+    tables = ["mixer.A_log", "attn.relative_position_bias_table", "encoder.pos", "pos_embedding"]
+    groups = by_name(mars.param_groups([(n, table.clone()) for n in [*tables, "mixer.w"]]))
+    assert {name for name, group in groups.items() if group["name"] == "embeddings"} == {*tables}
+    assert groups["mixer.w"]["name"] == "matrices"
+
+
+def test_flattened_tables_are_no_error() -> None:
+    """As FSDP1 leaves them; the optimizer says what it thinks of it."""
+    model = Gpt()
+    model.wte.weight = nn.Parameter(torch.zeros(80))
+    assert by_name(mars.param_groups(model))["wte.weight"]["name"] == "embeddings"
+
+
+def test_groups_without_names() -> None:
+    groups = mars.param_groups(Gpt(), mars_type="mars-m")
+    bare = MARS(groups.unnamed(), lr=1e-2, lr_1d=1e-2)
+    named = MARS(groups, lr=1e-2, lr_1d=1e-2)
+    assert [g["mars_type"] for g in bare.param_groups] == [
+        g["mars_type"] for g in named.param_groups
+    ]
+    assert "param_names" in named.param_groups[0]
+    assert "param_names" not in bare.param_groups[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,14 +16,14 @@ from mars.state import kind_of
 
 logger = logging.getLogger("mars")
 
-DEFAULT_LR_1D, DEFAULT_WEIGHT_DECAY_1D = 3e-3, 0.1
+DEFAULT_LR_1D = 3e-3
 
 
 def warn(groups: Sequence[dict[str, Any]], lr: float, lr_1d: float, weight_decay: Any) -> None:
     """Say what of this a new optimizer has."""
     _warn_about_vectors(groups, lr, lr_1d)
     _warn_about_decay(groups, weight_decay)
-    _warn_about_their_decay(groups, weight_decay)
+    _warn_about_flat_tensors(groups)
     _warn_about_tables(groups)
     _warn_about_more_dimensions(groups)
 
@@ -65,21 +64,32 @@ def _warn_about_decay(groups: Sequence[dict[str, Any]], weight_decay: Any) -> No
     )  # fmt: skip
 
 
-def _warn_about_their_decay(groups: Sequence[dict[str, Any]], weight_decay: Any) -> None:
-    """A decay that a group sets is that of its matrices: most people mean all that is in it."""
-    for group in groups:
-        own, theirs = group["weight_decay"], group["weight_decay_1d"]
-        said = not isinstance(own, Tensor) and own not in (0, weight_decay, theirs)
-        said = said and theirs == DEFAULT_WEIGHT_DECAY_1D  # else somebody has thought of them
-        if said and math.isclose(own * group["base_lr"], theirs * group["lr_1d"]):
-            said = False  # all lose the same in a step, as MARS.from_adamw makes it
-        if said and (vectors := _vectors(group)):
-            logger.warning(
-                "weight_decay=%g of a group is for matrices. %d tensors in it that are none decay "
-                "by weight_decay_1d=%g: set weight_decay_1d in the group if you meant both",
-                own, len(vectors), as_float(theirs),
-            )  # fmt: skip
-            return
+def warn_about_their_decay(group: dict[str, Any]) -> bool:
+    """A decay is that of matrices, and most people mean all tensors: told of a group that has no
+    ``weight_decay_1d`` of its own, nor from the constructor. Whether it was.
+    """
+    own, theirs = group["weight_decay"], group["weight_decay_1d"]
+    vectors = [] if isinstance(own, Tensor) or own in (0, theirs) else _vectors(group)
+    if vectors:
+        logger.warning(
+            "weight_decay=%g is for matrices. %d tensors that are none (biases, norms, "
+            "convolutions) decay by weight_decay_1d, %g by default: set that too if you meant both",
+            own, len(vectors), theirs,
+        )  # fmt: skip
+    return bool(vectors)
+
+
+def _warn_about_flat_tensors(groups: Sequence[dict[str, Any]]) -> None:
+    """FSDP1 and DeepSpeed hand over flat tensors, all of which AdamW would train without a word."""
+    mars = [group for group in groups if group["mars_type"] != "plain-adamw"]
+    asked = [p for group in mars for p in group["params"] if not group["optimize_1d"]]
+    every = [p for group in groups for p in group["params"]]
+    flat = not any(p.ndim > 1 or isinstance(p, UninitializedParameter) for p in every)
+    if asked and flat:
+        logger.warning(
+            "no parameter is a matrix, so that AdamW trains all of them. If the model is wrapped "
+            "by FSDP1 or DeepSpeed, which flatten parameters: MARS needs FSDP2 (fully_shard)"
+        )
 
 
 def _warn_about_more_dimensions(groups: Sequence[dict[str, Any]]) -> None:

@@ -255,7 +255,8 @@ def diagnose(optimizer: MARS) -> Diagnosis:
 
     ``Var(c)/Var(g)`` is what γ costs: how much more noise the corrected gradient has than the
     gradient, over the observed steps (take twenty or so; parameters should move little between
-    them). In approximate mode it is near (1+κ)² + κ², in exact mode near 1. ``cos(g, h)`` says
+    them). In approximate mode it is near (1+κ)² + κ², in exact mode near 1 if steps are short. On
+    several processes all must observe, or none. ``cos(g, h)`` says
     whether the two gradients have anything in common, ``clipped`` how often the clip acts. What
     to do about it: docs/math.md. Of sharded tensors, ``Var(c)/Var(g)`` is that of this rank's part.
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._compile import _disable_dynamo
 
+from mars.sharding import is_sharded
 from mars.state import kind_of, needs_last_grad
 
 logger = logging.getLogger("mars")
@@ -27,6 +28,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mars.optimizer import MARS
+
+
+class Memory:
+    """What is known beyond the state of tensors, since the optimizer was made or loaded."""
+
+    def __init__(self, optimizer: MARS) -> None:
+        states = [optimizer.state.get(p, {}) for p in optimizer._all()]
+        self.previous_is_new = any("previous_grad" in own for own in states)
+        self.holds_last_param = any("last_param" in own for own in states)
+        # What the last gradients are: "fresh", "used" by a step, or "repeated".
+        self.last_grads = "used" if self.holds_last_param else "fresh"
+        # Tensors with which the protocol began after other steps: their last gradient is of those.
+        self.begun: set[Tensor] = set()
 
 
 def _corrected(optimizer: MARS) -> list[Tensor]:
@@ -58,9 +72,16 @@ def evaluate(optimizer: MARS, closure: Callable[[], Any]) -> Any:
             "inside instead (docs/distributed.md)"
         )
     moved = {p: own["last_param"] for p, own in _states(optimizer) if "last_param" in own}
-    if moved:
-        _evaluate_there(optimizer, closure, moved)
+    devices = _devices(optimizer)
+    # FSDP2 keeps its root gathered after a forward pass without a backward one (a validation), and
+    # the next forward pass does not see what is written to the shards: then x, which it has, first.
+    late = any(map(is_sharded, moved))
+    if moved and not late:
+        _evaluate_there(optimizer, closure, moved, devices)
+    numbers = _random_state(devices) if late else None
     loss = closure()
+    if late:
+        _evaluate_there(optimizer, closure, moved, devices, numbers)
     _without_correction(optimizer, [p for p in corrected if p not in moved], frames=6)
     return loss
 
@@ -82,14 +103,28 @@ def _without_correction(optimizer: MARS, lost: list[Tensor], frames: int) -> Non
         )
 
 
-def _evaluate_there(
-    optimizer: MARS, closure: Callable[[], Any], there: dict[Tensor, Tensor]
-) -> None:
-    """Evaluate at the previous parameters; leave ours, their gradients and the RNG as they were."""
-    everyone = optimizer._all()
-    devices = {p.device.index for p in everyone if p.device.type == "cuda"}
+def _devices(optimizer: MARS) -> list[int]:
+    """The GPUs whose random numbers an evaluation may draw."""
+    devices = {p.device.index for p in optimizer._all() if p.device.type == "cuda"}
     if torch.cuda.is_initialized():  # parameters may be offloaded to where nothing is computed
         devices.add(torch.cuda.current_device())
+    return sorted(devices)
+
+
+def _random_state(devices: list[int]) -> list[Tensor]:
+    """Of the CPU, then of the GPUs."""
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+
+
+def _evaluate_there(
+    optimizer: MARS, closure: Callable[[], Any], there: dict[Tensor, Tensor],
+    devices: list[int], numbers: list[Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Evaluate at the previous parameters; leave ours, their gradients and the RNG as they were.
+
+    ``numbers``: the random state that the evaluation at ours began with, if it came before.
+    """
+    everyone = optimizer._all()
     here = {p: p.detach().clone() for p in there}
     gradients = [p.grad for p in everyone]
     try:
@@ -99,7 +134,11 @@ def _evaluate_there(
         for p in everyone:
             p.grad = None
         torch.clear_autocast_cache()  # weights that an autocast around the step has cast before
-        with torch.random.fork_rng(devices=sorted(devices)):  # the other sees the same numbers
+        with torch.random.fork_rng(devices=devices):  # both see the same numbers
+            if numbers is not None:
+                torch.set_rng_state(numbers[0])
+                for device, own_numbers in zip(devices, numbers[1:], strict=True):
+                    torch.cuda.set_rng_state(own_numbers, device)
             closure()
         with torch.no_grad():
             for p in _corrected(optimizer):
@@ -120,26 +159,25 @@ def _evaluate_there(
 @_disable_dynamo
 def remember(optimizer: MARS, with_closure: bool) -> None:
     """Before the update: keep x for the next closure, or make the protocol's buffer."""
-    corrected = _corrected(optimizer)
+    corrected, memory = _corrected(optimizer), optimizer._exact
     if with_closure and corrected:
         # All of them, also those that AdamW trains: the next h is a gradient at the whole of x.
         for p, own in _states(optimizer):
             own["last_param"] = _store(own.get("last_param"), p)
-        optimizer._last_grads = "used"
-        optimizer._holds_last_param = True
+        memory.last_grads = "used"
+        memory.holds_last_param = True
         return
-    if optimizer._holds_last_param:  # of a step that will no longer be the previous one
+    if memory.holds_last_param:  # of a step that will no longer be the previous one
         for _, own in _states(optimizer):
             own.pop("last_param", None)
-        optimizer._holds_last_param = False
+        memory.holds_last_param = False
     if not corrected:
         return
     # A step at lr = 0 (DCP makes the state by one) leaves the parameters where h was taken.
-    rates = [group["lr"] for group in optimizer.param_groups]
     if any(p.grad is not None for p in corrected) and not all(
-        not isinstance(lr, torch.Tensor) and lr == 0 for lr in rates
+        _is_zero(group["lr"]) for group in optimizer.param_groups
     ):
-        optimizer._last_grads = "used"
+        memory.last_grads = "used"
     for p in corrected:
         own = optimizer.state.get(p, {})
         if "step" in own and "previous_grad" not in own:
@@ -152,13 +190,16 @@ def check_protocol(optimizer: MARS, with_closure: bool) -> None:
     corrected = _corrected(optimizer)
     if with_closure or not corrected:
         return
-    if optimizer._last_grads == "fresh":
-        # Of approximate steps: those of the protocol leave its buffer.
-        found = ((p, optimizer.state.get(p, {})) for p in corrected)
-        lost = [p for p, own in found if "previous_grad" not in own]
-        _without_correction(optimizer, lost, frames=8)
+    memory = optimizer._exact
+    # Of approximate steps or closures: those of the protocol leave its buffer.
+    found = ((p, optimizer.state.get(p, {})) for p in corrected)
+    lost = {p for p, own in found if "previous_grad" not in own or p in memory.begun}
+    begins = bool(memory.begun) and all(p in lost or p.grad is None for p in corrected)
+    if memory.last_grads == "fresh" or begins:
+        memory.begun.clear()
+        _without_correction(optimizer, [p for p in corrected if p in lost], frames=8)
         return
-    if optimizer._last_grads == "used":
+    if memory.last_grads == "used":
         raise RuntimeError(
             "is_approx=False needs the gradients of this batch at the previous parameters. Call "
             "optimizer.step(closure), or update_previous_grad() before and update_last_grad() "
@@ -172,13 +213,15 @@ def check_protocol(optimizer: MARS, with_closure: bool) -> None:
 
 def store_previous(optimizer: MARS) -> None:
     """previous_grad ← p.grad."""
-    corrected = _corrected(optimizer)
+    corrected, memory = _corrected(optimizer), optimizer._exact
     if corrected:
         optimizer._check_gradients()
-        optimizer._previous_is_new = True
+        memory.previous_is_new = True
     for p in corrected:
         if p.grad is not None:
             own = optimizer.state[p]
+            if "step" in own and "previous_grad" not in own:
+                memory.begun.add(p)
             own["previous_grad"] = _store(own.get("previous_grad"), p.grad)
         elif "previous_grad" in optimizer.state.get(p, {}):
             optimizer.state[p]["previous_grad"].zero_()  # as for a closure: not that of before
@@ -186,16 +229,21 @@ def store_previous(optimizer: MARS) -> None:
 
 def promote_previous(optimizer: MARS) -> None:
     """last_grad ← previous_grad."""
-    corrected = _corrected(optimizer)
-    if optimizer._previous_is_new:
-        optimizer._last_grads = "fresh"
-    elif optimizer._last_grads == "used":
-        optimizer._last_grads = "repeated"
-    optimizer._previous_is_new = False
-    for p in corrected:
+    memory = optimizer._exact
+    if memory.previous_is_new:
+        memory.last_grads = "fresh"
+    elif memory.last_grads == "used":
+        memory.last_grads = "repeated"
+    memory.previous_is_new = False
+    for p in _corrected(optimizer):
         own = optimizer.state.get(p, {})
         if "step" in own and "previous_grad" in own:  # before its first step h is 0, by definition
             own["last_grad"] = _store(own.get("last_grad"), own["previous_grad"])
+
+
+def _is_zero(lr: Any) -> bool:
+    """Known without asking a GPU."""
+    return (not isinstance(lr, torch.Tensor) or lr.device.type == "cpu") and float(lr) == 0
 
 
 def _store(buffer: Tensor | None, value: Tensor) -> Tensor:

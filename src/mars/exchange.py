@@ -249,7 +249,7 @@ class _Shared:
         received = send.new_empty(self.world * longest)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(received, send, group=self.group)
-        for own, part in zip(self.own, received.split(longest), strict=True):
+        for own, part in zip(self.own, received.view(self.world, longest), strict=True):
             shapes = [self.jobs[i].shape for i in own]
             length = sum(torch.Size(shape).numel() for shape in shapes)
             for i, result in zip(own, _unflat(part[:length], shapes), strict=True):

@@ -32,7 +32,9 @@ ADAMW_OPTIONS = {"betas": "betas_1d", "weight_decay": "weight_decay_1d"}
 # Options that decide the routing, with the defaults of MARS.
 ROUTED_BY = {"mars_type": "mars-adamw", "matrix_rule": "2d", "optimize_1d": False}
 
-_EMBEDDING = re.compile(r"(^|[._])(wte|wpe|emb|(tok|pos)?_?embed\w*|cls_token)([._]|$)")
+_EMBEDDING = re.compile(
+    r"(^|[._])(wte|wpe|emb|pos|(tok|pos)?_?embed\w*|cls_token|bias_table|A_log)([._]|$)"
+)
 _PATCHES = re.compile(r"(^|[._])patch_?embed")
 _HEAD = re.compile(r"(^|\.)(lm_head|head|heads|classifier|score|embed_out)(\.|$)|^(fc|output)\.")
 _NUMBERED = re.compile(r"\.\d+\.")  # a layer of many
@@ -46,6 +48,10 @@ _WRAPPED = re.compile(
 
 class ParamGroups(list[dict[str, Any]]):
     """Groups for `MARS`, that print as a table."""
+
+    def unnamed(self) -> list[dict[str, Any]]:
+        """Without the names of parameters, which ZeroRedundancyOptimizer does not take."""
+        return [{**group, "params": [p for _, p in group["params"]]} for group in self]
 
     def table(self) -> str:
         """One line a parameter: where it goes and what trains it."""
@@ -230,7 +236,8 @@ def _head_by_shape(parameters: Sequence[Tensor], tables: set[Tensor]) -> Tensor 
     """The last matrix, if it alone has the shape of the largest table, of more rows than columns:
     whatever it is called, it turns vectors into tokens.
     """
-    largest = max(tables, key=lambda table: table.numel(), default=None)
+    whole = (table for table in tables if table.ndim == 2)  # FSDP1 has flattened them
+    largest = max(whole, key=lambda table: table.numel(), default=None)
     if largest is None or largest.shape[0] <= largest.shape[1]:
         return None
     matrices = [p for p in parameters if p.ndim == 2 and p not in tables]

@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from mars import exact, loading, options, state
-from mars.advice import DEFAULT_LR_1D, DEFAULT_WEIGHT_DECAY_1D, warn
+from mars.advice import warn, warn_about_their_decay
 from mars.collect import collect, may_scale, step_batches
 from mars.dispatch import LEFT_OUT, capturing, steps_now, why_not_fused
 from mars.engines import Batch
@@ -66,8 +66,8 @@ class MARS(Optimizer):
         lr_1d: AdamW's rate (3e-3) for tensors that are not matrices, as long as ``lr`` has its
             initial value (``base_lr`` of a group); it moves in proportion to ``lr``.
         betas_1d: AdamW's betas for these tensors.
-        weight_decay_1d: AdamW's decay of them, also if ``weight_decay`` is 0; but a group dict with
-            ``weight_decay=0`` decays nothing, unless it has ``weight_decay_1d`` too.
+        weight_decay_1d: AdamW's decay of them, 0.1 unless given, also if ``weight_decay`` is 0; but
+            a group dict with ``weight_decay=0`` decays nothing, unless it has this, too.
         maximize: ascend.
         foreach: multi-tensor engine; None leaves the choice to ``fused`` and torch.optim's rule.
         fused: the engine of Triton kernels: None picks it on CUDA for the tensors that it takes
@@ -120,9 +120,9 @@ class MARS(Optimizer):
         is_approx: bool = True,
         mars_type: str = "mars-adamw",
         optimize_1d: bool = False,
-        lr_1d: float = DEFAULT_LR_1D,
+        lr_1d: float = 3e-3,
         betas_1d: tuple[float, float] = (0.9, 0.95),
-        weight_decay_1d: float = DEFAULT_WEIGHT_DECAY_1D,
+        weight_decay_1d: float | None = None,
         *,
         maximize: bool = False,
         foreach: bool | None = None,
@@ -146,17 +146,18 @@ class MARS(Optimizer):
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "amsgrad": amsgrad, "gamma": gamma, "is_approx": is_approx, "mars_type": mars_type,
             "optimize_1d": optimize_1d, "lr_1d": lr_1d, "betas_1d": betas_1d,
-            "weight_decay_1d": weight_decay_1d, "maximize": maximize, "foreach": foreach,
+            "weight_decay_1d": 0.1 if weight_decay_1d is None else weight_decay_1d,
+            "maximize": maximize, "foreach": foreach, "state_dtype": state_dtype,
             "fused": fused, "capturable": capturable, "differentiable": differentiable,
             "clip": clip, "second_moment": second_moment, "matrix_rule": matrix_rule,
             "ns_steps": ns_steps, "ns_coefficients": ns_coefficients, "ns_dtype": ns_dtype,
             "consume_grads": consume_grads, "max_grad_norm": max_grad_norm,
-            "state_dtype": state_dtype,
         })  # fmt: skip
         options.check_values(defaults)
         defaults = options.plain_numbers(defaults, differentiable)
         # What lr_1d is measured against, whatever lr becomes.
         defaults["base_lr"] = options.as_float(lr)
+        self._unsaid_decay = weight_decay_1d is None
         super().__init__(params, defaults)
         self._reset_private()
         warn(self.param_groups, self.defaults["base_lr"], lr_1d, weight_decay)
@@ -167,11 +168,7 @@ class MARS(Optimizer):
         self._captured: list[Plan] = getattr(self, "_captured", [])  # graphs replay on these
         self._checked: dict[int, Group] = {}  # of each group, the values that were found right
         self._grad_norm: Tensor | None = None  # one buffer, that every step writes to
-        # Exact mode, see mars.exact.
-        self._previous_is_new = any("previous_grad" in self.state.get(p, {}) for p in self._all())
-        self._holds_last_param = any("last_param" in self.state.get(p, {}) for p in self._all())
-        # What the last gradients are: "fresh", "used" by a step, or "repeated".
-        self._last_grads = "used" if self._holds_last_param else "fresh"
+        self._exact = exact.Memory(self)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; its options are checked before anything is changed."""
@@ -183,6 +180,7 @@ class MARS(Optimizer):
         differentiable = group.get("differentiable", self.defaults["differentiable"])
         if differentiable and not self.defaults["differentiable"]:
             raise ValueError("a group can be differentiable only if the whole optimizer is")
+        unsaid_decay = "weight_decay_1d" not in group and getattr(self, "_unsaid_decay", False)
         if group.get("weight_decay", 1.0) == 0.0:
             group.setdefault("weight_decay_1d", 0.0)
         own_rate = group.get("lr", self.defaults["lr"])
@@ -198,6 +196,8 @@ class MARS(Optimizer):
                 del self.param_groups[-1]
                 text = f"`fused=True` is not possible for a parameter: {reason}"
                 raise RuntimeError(f"{text}; fused=None takes what is fastest where it is")
+        if unsaid_decay and warn_about_their_decay(added):
+            self._unsaid_decay = False  # once is enough
 
     def __getstate__(self) -> dict[str, Any]:
         if self._ranks.group is not None:
@@ -301,7 +301,7 @@ class MARS(Optimizer):
                 "a GradScaler left unscaling and skipping to the fused step, and this step is not "
                 "all fused (it is compiled, captured, or changed since): use fused=False with it"
             )
-        if not approximate or self._holds_last_param:
+        if not approximate or self._exact.holds_last_param:
             exact.remember(self, closure is not None)
         if plan is not None:
             plan.run(self, grad_scale, found_inf)
