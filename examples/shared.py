@@ -27,9 +27,11 @@ def rows() -> Tensor:
     return cut[torch.randperm(len(cut), generator=torch.Generator().manual_seed(0))].long()
 
 
-def gpt() -> GPT:
+def gpt(dropout: float = 0.1) -> GPT:
     """A GPT of bytes; `model(inputs, targets)` is the loss. It has dropout to resume, too."""
-    size = Model(n_layer=2, n_head=2, n_embd=64, block_size=CONTEXT, vocab_size=256, dropout=0.1)
+    size = Model(
+        n_layer=2, n_head=2, n_embd=64, block_size=CONTEXT, vocab_size=256, dropout=dropout
+    )
     return GPT(size)
 
 
@@ -49,7 +51,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of the whole run")
     parser.add_argument("--save-every", type=int, default=20, help="steps between checkpoints")
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoints")
-    parser.add_argument("--resume", type=_existing, help="checkpoint to go on from; same --steps")
+    parser.add_argument("--resume", type=_existing, help="checkpoint to resume from; same --steps")
     return parser
 
 

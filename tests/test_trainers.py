@@ -434,3 +434,22 @@ def test_accelerate_saves_a_schedule_of_gamma_if_asked(tmp_path: Path) -> None:
     assert all(a > b for a, b in pairwise(values))
     accelerator.load_state(str(tmp_path / "1"))
     assert gamma.get_last_gamma() == values[:1]
+
+
+def test_shards_are_resumed_by_another_number_of_processes(tmp_path: Path) -> None:
+    """examples/fsdp2.py, two processes and then one."""
+    words = ["--steps", "6", "--save-every", "3", "--out", str(tmp_path)]
+    told = []
+    for processes, more in ((2, []), (1, ["--resume", str(tmp_path / "step-3")])):
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone",
+             f"--nproc_per_node={processes}", "examples/fsdp2.py", *words, *more],
+            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        told.append(dict(re.findall(r"^step (\d+)  loss (\S+)$", done.stdout, flags=re.M)))
+    whole, rest = told
+    assert list(rest) == ["4", "5", "6"]
+    for step, loss in rest.items():
+        assert float(loss) == pytest.approx(float(whole[step]), abs=2e-3)  # bfloat16 iterations
