@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import cost_table
+from study_figure import MUONS
 
 from mars.lab import optimizers
 from mars.lab.recipes import settings
@@ -237,13 +238,6 @@ def grid(path: Path) -> str:
 
 
 # ---- studies
-
-
-# Which scale a Muon has: the laboratory's is not the default of torch.optim.Muon.
-MUONS = {
-    "Muon": "Muon, Moonlight's scale",
-    "Muon, original scale": "Muon, torch's default scale",
-}
 
 
 def arms(name: str) -> str:

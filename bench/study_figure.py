@@ -2,7 +2,8 @@
 
     python bench/study_figure.py docs/results/optimizers-50m     # needs matplotlib
 
-The picture is `figure.png` beside the results.
+The picture is `figure.png` beside the results; `summary.png` has every arm's difference to the first
+one, with its interval, in one panel that is read on a phone as well.
 """
 
 from __future__ import annotations
@@ -14,10 +15,16 @@ from statistics import fmean
 from typing import Any
 
 from mars.lab.report import units
+from mars.lab.report.statistics import paired
 from mars.lab.study import questions
 from mars.lab.study.choice import Ladder, ladders
 from mars.lab.study.results import Result, Results
 
+# Which scale a Muon has: the laboratory's is not the default of torch.optim.Muon.
+MUONS = {
+    "Muon": "Muon, Moonlight's scale",
+    "Muon, original scale": "Muon, torch's default scale",
+}
 # Families by hue, MARS the stronger of each. Other arms have matplotlib's colours.
 COLORS = {
     "AdamW": "#444444",
@@ -55,7 +62,7 @@ def by_tokens(axes: Any, ladder: Ladder, results: Sequence[Result], color: str) 
     axes.plot([x / 1e6 for x in xs], ys, color=color)
     at = "" if len(own) > 1 else f" at {units.rate(ladder.best)}"
     axes.annotate(
-        f" {label}{at}: {ys[-1]:.3f}", (xs[-1] / 1e6, ys[-1]), color=color, va="center", fontsize=8,
+        f" {MUONS.get(label, label)}{at}: {ys[-1]:.3f}", (xs[-1] / 1e6, ys[-1]), color=color, va="center", fontsize=8,
         annotation_clip=False,
     )  # fmt: skip
 
@@ -122,7 +129,41 @@ def draw(directory: Path) -> Path:
     return path
 
 
+def summarise(directory: Path) -> Path:
+    """Every arm's final loss relative to the first arm's, paired by seed, at the best rates."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    study, results = questions.find(directory.name), Results(directory).read()
+    found = [own for own in ladders(study, results).values() if own.best is not None]
+    base = found[0]
+    rows = [(own, paired(own.losses[own.best], base.losses[base.best])) for own in found[1:]]
+    rows.sort(key=lambda row: -row[1].mean)
+    figure, axes = plt.subplots(figsize=(6.4, 0.42 * len(rows) + 1.1), layout="constrained")
+    for y, (own, d) in enumerate(rows):
+        color = COLORS.get(own.arm.label, "#444444")
+        if d.low is not None:
+            axes.plot([d.low, d.high], [y, y], color=color, lw=2)
+        axes.plot(d.mean, y, "o", color=color, ms=6)
+    base_label = base.arm.label
+    axes.axvline(0, color=COLORS.get(base_label, "#444444"), lw=1)
+    labels = [own.arm.label for own, _ in rows]
+    axes.set_yticks(range(len(rows)), [MUONS.get(label, label) for label in labels])
+    loss = fmean(base.losses[base.best].values())
+    axes.set_xlabel(f"validation loss relative to {base_label} ({loss:.3f}), 95 % interval")
+    axes.grid(axis="x", color="#dddddd", lw=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    path = directory / "summary.png"
+    figure.savefig(path, dpi=150)
+    return path
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path, help="of a study of this project, with its results")
-    print(f"drew {draw(parser.parse_args().directory)}")
+    directory = parser.parse_args().directory
+    print(f"drew {draw(directory)} and {summarise(directory)}")

@@ -137,7 +137,8 @@ def test_pictures_of_studies_can_be_drawn_again(study: str, tmp_path: Path) -> N
     words = [sys.executable, ROOT / "bench" / "study_figure.py", tmp_path / study]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / study / "figure.png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("figure.png", "summary.png"):
+        assert (tmp_path / study / picture).read_bytes().startswith(b"\x89PNG")
 
 
 def test_sentences_on_the_race_are_those_of_its_logs() -> None:
