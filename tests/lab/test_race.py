@@ -137,6 +137,53 @@ def test_one_rate_for_all_is_said_to_be_tuned_for_none(
     assert "one rate" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_race_that_is_stopped_names_its_report_if_there_is_one(
+    begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def stopped(work: list[pool.Job], *_: object) -> None:
+        if begun:
+            Path(work[0].run.directory).mkdir()
+            Path(work[0].run.directory, "log.jsonl").write_text("")
+
+    monkeypatch.setattr(race, "run_all", stopped)
+    assert main(["race", "gpt-tiny", "--out", str(tmp_path / "race")]) == 130
+    said = capsys.readouterr().out
+    assert said.startswith("stopped; the same command resumes from here")
+    assert ("mars report" in said) == begun
+
+
+def test_an_error_that_many_runs_have_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def fail(work: list[pool.Job], processes: int, *_: object) -> dict[str, str]:
+        with pool.Board(work, processes) as board:
+            for job in work:
+                board.finish(job.name, f"{pool.FAILED}no memory")
+        return dict.fromkeys(board.ended, "no memory")
+
+    monkeypatch.setattr(race, "run_all", fail)
+    words = ["--optimizers", "adamw", "muon", "--seeds", "2", "--out", str(tmp_path / "race")]
+    assert main(["race", "gpt-tiny", *words]) == 1
+    said = capsys.readouterr().err
+    assert said.count("no memory") == 2  # when it is new, and at the end
+    assert said.count("failed: the same error") == 3
+    assert "mars: error: adamw-lr0.005-s0 and 3 more runs: no memory\n" in said
+
+
+def test_data_that_are_gone_do_not_keep_a_finished_race_from_being_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(race, "run_all", lambda *_: {})
+    words = ["--optimizers", "adamw", "--seeds", "1", "--out", str(tmp_path / "race")]
+    words += ["--data.source", str(tmp_path / "gone.txt")]
+    assert main(["race", "gpt-tiny", *words]) == 1
+    run_ = tmp_path / "race" / "adamw-lr0.005-s0"
+    run_.mkdir(parents=True)
+    (run_ / "config.json").write_text("")
+    assert main(["race", "gpt-tiny", *words]) == 0
+
+
 class Breaks(torch.optim.SGD):
     """Somebody's optimizer with a bug."""
 
@@ -194,9 +241,15 @@ def test_so_does_one_that_is_trained_alone(tmp_path: Path, capsys: Capture) -> N
         (["--loop.seed", "-1"], "loop.seed must be 0"),
     ],
 )
-def test_races_that_make_no_sense(words: list[str], message: str, capsys: Capture) -> None:
+def test_races_that_make_no_sense(
+    words: list[str], message: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main(["race", *words]) == 1
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_entrant_may_bring_its_rate() -> None:
@@ -359,7 +412,7 @@ def test_a_race_from_the_command_line(tmp_path: Path, capsys: Capture) -> None:
     kept = page.read_bytes(), about.read_bytes()
     assert main([*words, "--loop.steps", "5"]) == 1
     refused = capsys.readouterr()
-    assert "race holds a race with loop.steps = 8, not 5: choose another --keep.out" in refused.err
+    assert "race holds a race with loop.steps = 8, not 5: choose another --out" in refused.err
     assert (refused.out, len(refused.err.splitlines())) == ("", 1)
     assert (page.read_bytes(), about.read_bytes()) == kept
 

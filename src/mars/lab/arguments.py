@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import io
 import json
 import os
@@ -11,7 +12,7 @@ import re
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from mars.lab import loading, recipes, tasks
 from mars.lab.config import (
@@ -65,9 +66,13 @@ def parse(kind: type[T], words: list[str], prog: str, about: str, default: Any =
         if stop.code in (0, None):  # --help has been printed
             print_out(help_.getvalue())
             raise
-        raise UsageError(f"{_one_line(errors.getvalue())}; see {prog} --help") from None
-    if kept and isinstance(parsed, Run):
-        parsed = parsed.replace(optimizer={"options": {**kept, **parsed.optimizer.options}})
+        said = _explained(_one_line(errors.getvalue()), words, kind, default)
+        raise UsageError(f"{said}; see {prog} --help") from None
+    if isinstance(parsed, Run):
+        if {"--loop.steps", "--loop.epochs"} <= set(words) and parsed.loop.epochs is not None:
+            raise UsageError("give --loop.steps or --loop.epochs, not both")
+        if kept:
+            parsed = parsed.replace(optimizer={"options": {**kept, **parsed.optimizer.options}})
     return parsed
 
 
@@ -109,9 +114,62 @@ def _one_line(box: str) -> str:
     return message[0].lower() + message[1:]
 
 
+def _explained(said: str, words: list[str], kind: type, default: Any) -> str:
+    """What tyro says of an option, with what that takes or which one was meant, if it is plain."""
+    if lacking := re.match(r"missing value for argument '(--\S+)'", said):
+        *most, last = _values(_type_of(lacking[1], kind, default))
+        choices = f"{', '.join(most)} or {last}" if most else last
+        return f"{lacking[1]} needs a value: {choices}"
+    unknown = re.match(r"unrecognized options: (.+?)(?=, | \(perhaps |$)", said)
+    if unknown is None:
+        return said
+    for option, value in pairwise(part for word in words for part in word.split("=", 1)):
+        on = re.sub(r"^(--(?:.*\.)?)no-", r"\1", option)
+        off = re.sub(r"^(--(?:.*\.)?)", r"\1no-", on)
+        if value == unknown[1] and on[:2] == "--" and _type_of(on, kind, default) is bool:
+            return f"{on} is a switch, it takes no value; {off} turns it off"
+    near = _short(unknown[1], default)
+    return f"{said.split(' (perhaps ')[0]} (perhaps {near}?)" if near else said
+
+
+def _short(word: str, default: Any) -> str | None:
+    """The option without a part, which tyro does not know, that a word is near to."""
+    if "." in word or not isinstance(default, Run):
+        return None
+    several = {"optimizer": "optimizers"} if hasattr(default, "optimizers") else {}  # a race
+    names = [f"--{several.get(name, name)}" for name in SHORT]
+    return next(iter(difflib.get_close_matches(word, names, 1, 0.75)), None)
+
+
+def _type_of(option: str, kind: type, default: Any) -> Any:
+    """The type of the field that an option sets; None if it sets none."""
+    *parts, name = option.removeprefix("--").replace("-", "_").split(".")
+    for part in parts:
+        default = getattr(default, part, None)
+        kind = type(default)
+    return get_type_hints(kind).get(name)
+
+
+def _values(hint: Any) -> list[str]:
+    """What an option of this type can be, in words."""
+    inner = get_args(hint)
+    if get_origin(hint) is Literal:
+        return [str(choice) for choice in inner]
+    if inner:
+        return [value for choice in inner for value in _values(choice)]
+    if hint is bool:
+        return ["True", "False"]
+    named = {int: "a whole number", float: "a number", Path: "a path", type(None): "None"}
+    return [named.get(hint, "a word")]
+
+
+# Options that may be said in one word, and their fields.
+SHORT = {"optimizer": "optimizer.name", "out": "keep.out"}
+
+
 def shorthands(words: list[str]) -> list[str]:
     """What may be said in fewer words: ``--optimizer NAME``, ``--out DIR``, options NAME=VALUE."""
-    for short, field in (("optimizer", "optimizer.name"), ("out", "keep.out")):
+    for short, field in SHORT.items():
         words = [re.sub(rf"^--{short}(?==|$)", f"--{field}", word) for word in words]
     found: list[str] = []
     option = ""
@@ -264,7 +322,7 @@ def not_fewer(run: Run, begun: Run) -> None:
     if run.loop.steps < begun.loop.steps:
         raise LabError(
             f"{run.directory} holds a run with loop.steps = {begun.loop.steps}, not "
-            f"{run.loop.steps}: it can go on to more, not to fewer; choose another --keep.out"
+            f"{run.loop.steps}: it can go on to more, not to fewer; choose another --out"
         )
 
 

@@ -160,13 +160,14 @@ class Board(Shown):
         if name in self.ended:
             return
         begun = self.step[name] > 0
+        again = status.startswith(FAILED) and status in self.ended.values()
         self.ended[name] = status
         self.step[name] = self.jobs[name].run.loop.steps
         if status == "done" and not begun:  # in an earlier race
             self._draw(name)
             return
         loss = f"validation loss {self.valid[name]}" if name in self.valid else "complete"
-        text = loss if status == "done" else status
+        text = loss if status == "done" else f"{FAILED}the same error" if again else status
         left = self.left()
         rest = f", {units.seconds(left)} left" if left and len(self.ended) < len(self.jobs) else ""
         self.say(f"[{len(self.ended)}/{len(self.jobs)}] {name}: {text}{rest}")

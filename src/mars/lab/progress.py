@@ -56,9 +56,10 @@ class Shown:
 class Progress(Shown):
     """Watches the records of a run (``train(run, watch=progress)``)."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, begun: bool = False) -> None:
         super().__init__()
         self.steps, self.valid = steps, ""
+        self.begun = begun  # there is a log already: a new header means that it starts again
         self.last: dict[str, Any] = {}
         self.task: Any = None
 
@@ -95,6 +96,8 @@ class Progress(Shown):
                 place = f"step {record['step']}/{self.steps}, {_place(record)}"
                 taken = f"{units.seconds(record['seconds'])}{self._left(record)}"
                 self.say(f"{place}, {taken}: validation loss {self.valid}")
+        elif kind == "header" and self.begun:
+            self.say("the run here left no checkpoint: it starts again at step 0")
         elif kind == "event":
             named = record["what"] in ("resumed", "extended")
             self.say(f"{record['what']} {record['text']}" if named else record["text"])

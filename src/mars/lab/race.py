@@ -145,8 +145,14 @@ def _check_begun(jobs: list[Job], directory: Path) -> None:
             field, old, new = difference
             raise LabError(
                 f"{directory} holds a race with {field} = {old!r}, not {new!r}: "
-                "choose another --keep.out"
+                "choose another --out"
             )
+
+
+def _check_data(jobs: list[Job], directory: Path) -> None:
+    """Open the data once, all runs have the same: what is wrong is told before anybody trains."""
+    if not all((directory / job.name / "config.json").exists() for job in jobs):
+        tasks.of(tasks.with_steps(jobs[0].run)).open()
 
 
 def origins(jobs: list[Job]) -> list[str]:
@@ -176,6 +182,7 @@ def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
     jobs = plan(args, base, asked, directory)
     _check_optimizers(jobs)
     _check_begun(jobs, directory)
+    _check_data(jobs, directory)
     if len(args.rates) == 1:
         sys.stderr.writelines(f"{line}\n" for line in origins(jobs))
         if "lr" in asked.get("optimizer", {}) and len({job.run.optimizer.name for job in jobs}) > 1:
@@ -201,15 +208,29 @@ def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
         write_atomically(directory / "race.json", (json.dumps(about, indent=2) + "\n").encode())
         failed = run_all(jobs, processes, command)
         if failed is None:
-            sys.stdout.write(
-                "stopped; the same command resumes from here, "
-                f"`mars report {directory}` shows what there is\n"
-            )
+            begun = any(directory.glob("*/log.jsonl"))
+            more = f", `mars report {directory}` shows what there is" if begun else ""
+            sys.stdout.write(f"stopped; the same command resumes from here{more}\n")
             return INTERRUPTED
         tell(args, directory, jobs, about)
-    for name, text in failed.items():
-        sys.stderr.write(f"mars: error: {name}: {text}\n")
+    sys.stderr.writelines(f"mars: error: {line}\n" for line in failures(failed))
     return 1 if failed else 0
+
+
+def failures(failed: dict[str, str]) -> list[str]:
+    """A line for every reason that runs failed for.
+
+    >>> failures({"a": "no memory", "b": "no memory", "c": "boom"})
+    ['a and 1 more run: no memory', 'c: boom']
+    """
+    found: dict[str, list[str]] = {}
+    for name, text in failed.items():
+        found.setdefault(text, []).append(name)
+    return [f"{names[0]}{_more(len(names) - 1)}: {text}" for text, names in found.items()]
+
+
+def _more(count: int) -> str:
+    return f" and {count} more run{'s' * (count > 1)}" if count else ""
 
 
 def grid_of(summary: Summary, about: dict[str, Any]) -> dict[str, Any]:

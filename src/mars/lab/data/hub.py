@@ -5,7 +5,9 @@ Only `mars data` comes here, and only when a dataset is named.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +31,15 @@ class Dataset:
     def __str__(self) -> str:
         at = f"@{self.revision}" if self.revision else ""
         return f"hf:{self.path}{at}:{self.config or ''}:{self.split}"
+
+    @property
+    def short(self) -> str:
+        """As it is usually typed, without what goes without saying.
+
+        >>> Dataset("org/name").short, Dataset("org/name", "en", "test").short
+        ('hf:org/name', 'hf:org/name:en:test')
+        """
+        return str(self).removesuffix(":train").rstrip(":")
 
 
 # Named sources and the part of the documents that they keep for validation.
@@ -75,21 +86,22 @@ class HubDocuments:
     def pieces(self, position: Any) -> Iterator[Piece]:
         if position is not None:
             self._stream.load_state_dict(position)
+        name = self.dataset.short
         try:
             for record in self._stream:
-                yield Piece(text_of(record, self.field, self.name))
+                yield Piece(text_of(record, self.field, name))
         except LabError:
             raise
         except Exception as error:  # whatever a network, a server or a reader can do
             raise LabError(
-                f"{self.name} stopped ({_first_line(error)}): run the same command to go on"
+                f"{name} stopped ({_first_line(error)}): run the same command to resume"
             ) from error
 
     def _load(self) -> Any:
         try:
             import datasets  # type: ignore[import-untyped,unused-ignore]
         except ImportError as error:
-            raise LabError(f"{self.dataset} needs datasets: pip install datasets") from error
+            raise LabError(f"{self.dataset.short} needs datasets: pip install datasets") from error
         datasets.disable_progress_bars()
         try:
             return self._open(datasets)
@@ -107,16 +119,17 @@ class HubDocuments:
     def _open(self, datasets: Any) -> Any:
         wanted = self.dataset
         files = list(wanted.data_files) if wanted.data_files else None
-        stream = datasets.load_dataset(
-            wanted.path,
-            wanted.config,
-            split=wanted.split,
-            revision=wanted.revision,
-            data_files=files,
-            streaming=True,
-        )
+        with _quiet():
+            stream = datasets.load_dataset(
+                wanted.path,
+                wanted.config,
+                split=wanted.split,
+                revision=wanted.revision,
+                data_files=files,
+                streaming=True,
+            )
         if stream.column_names and self.field not in stream.column_names:
-            text_of(dict.fromkeys(stream.column_names), self.field, str(wanted))
+            text_of(dict.fromkeys(stream.column_names), self.field, wanted.short)
         # Other columns need not be decoded.
         return stream.select_columns([self.field])
 
@@ -124,9 +137,21 @@ class HubDocuments:
         if isinstance(error, LabError):
             return error
         return LabError(
-            f"cannot open {self.dataset} ({_first_line(error)}): it needs a network, and the right "
-            "name, config and split"
+            f"cannot open {self.dataset.short} ({_first_line(error)}): it needs a network, and the "
+            "right name, config and split"
         )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without two lines for every retry of the hub's: the error that comes in the end says it."""
+    logger = logging.getLogger("huggingface_hub")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _first_line(error: Exception) -> str:

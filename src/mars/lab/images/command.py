@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mars.lab.images.preparation import prepare_images
 from mars.lab.images.prepared import ImageManifest, verify
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def images_command(source: str, out: Path, only_verify: bool) -> None:
@@ -22,7 +26,7 @@ def images_command(source: str, out: Path, only_verify: bool) -> None:
     console.print(f"{out}: {_summary(manifest)}", soft_wrap=True)
 
 
-def _with_progress(source: str, out: Path, console: object) -> ImageManifest:
+def _with_progress(source: str, out: Path, console: Console) -> ImageManifest:
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -49,7 +53,7 @@ def _with_progress(source: str, out: Path, console: object) -> ImageManifest:
             for bar, _ in bars.values():
                 bar.stop()  # one is shown at a time
             columns = fetching if what == "download" else decoding
-            bar = Progress(*columns, console=console)  # type: ignore[arg-type]
+            bar = Progress(*columns, console=console, disable=not console.is_terminal)
             bars[what] = bar, bar.add_task(f"{what} {source}", total=total)
             bar.start()
         bar, task = bars[what]
