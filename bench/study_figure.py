@@ -2,8 +2,8 @@
 
     python bench/study_figure.py docs/results/optimizers-50m     # needs matplotlib
 
-The picture is `figure.png` beside the results; `summary.png` has every arm's difference to the first
-one, with its interval, in one panel that is read on a phone as well.
+The picture is `figure.png` beside the results. `summary.png` has the difference of every arm to the
+first one, with its interval, in one panel that is read on a phone as well.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def by_tokens(axes: Any, ladder: Ladder, results: Sequence[Result], color: str) 
     axes.plot([x / 1e6 for x in xs], ys, color=color)
     at = "" if len(own) > 1 else f" at {units.rate(ladder.best)}"
     axes.annotate(
-        f" {MUONS.get(label, label)}{at}: {ys[-1]:.3f}", (xs[-1] / 1e6, ys[-1]), color=color, va="center", fontsize=8,
-        annotation_clip=False,
+        f" {MUONS.get(label, label)}{at}: {ys[-1]:.3f}", (xs[-1] / 1e6, ys[-1]), color=color,
+        va="center", fontsize=8, annotation_clip=False,
     )  # fmt: skip
 
 
