@@ -34,9 +34,7 @@ def check_whole(mars: Nursery, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_saves_and_ends(
-    mars: Nursery, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_saves_and_ends(mars: Nursery, tmp_path: Path, number: signal.Signals) -> None:
     folder = tmp_path / "run"
     process = mars.start("train", given(folder, steps=NEVER, eval_every=40))
     begun(process, folder)

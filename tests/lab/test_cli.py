@@ -62,7 +62,8 @@ def test_a_recipes_help_groups_and_explains_all_fields(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["trian"], "unknown command 'trian'"),
+        (["trian"], "unknown command 'trian': did you mean train?"),
+        (["frobnicate"], "unknown command 'frobnicate': known: race, train"),
         (["train"], "needs a recipe, as its first word: gpt-tiny"),
         (["train", "--loop.steps", "3", "gpt-tiny"], "needs a recipe, as its first word"),
         (["train", "."], "holds no run"),
@@ -80,6 +81,20 @@ def test_a_recipes_help_groups_and_explains_all_fields(capsys: Capture) -> None:
         (["data", ".", "--verify"], ". was not made by `mars data`: it has no manifest.json"),
         (["data", "nope.txt"], "no such file: nope.txt; by name there are openwebtext"),
         (["train", "gpt-tiny", "--loop.stepz", "3"], "--loop.stepz"),
+        (["train", "gpt-tiny", "--optimzer", "mars-m"], "(perhaps --optimizer?)"),
+        (["train", "gpt-tiny", "--optimizer.nme", "mars-m"], "(perhaps --optimizer.name?)"),
+        (["race", "gpt-tiny", "--optimzer", "mars-m"], "(perhaps --optimizers?)"),
+        (["train", "gpt-tiny", "--outt", "x"], "(perhaps --out?)"),
+        (["train", "gpt-tiny", "--optimizer.exact", "True"], "--optimizer.exact is a switch, it "
+         "takes no value; --optimizer.no-exact turns it off"),
+        (["data", "x.txt", "--no-verify=True"], "--verify is a switch, it takes no value"),
+        (["train", "gpt-tiny", "--loop.steps", "3", "--dry-run", "3"], "--dry-run is a switch"),
+        (["train", "gpt-tiny", "--loop.steps", "3", "4"], "unrecognized options: 4;"),
+        (["train", "gpt-tiny", "--loop.compile"], "needs a value: True, False or None;"),
+        (["train", "gpt-tiny", "--loop.precision"], "needs a value: auto, bf16, fp16 or fp32;"),
+        (["data", "x.txt", "--shard-tokens"], "--shard-tokens needs a value: a whole number;"),
+        (["train", "digits-cnn", "--loop.epochs", "0.5", "--loop.steps=3"],
+         "give --loop.steps or --loop.epochs, not both"),
         (["train", "gpt-tiny", "--loop.steps", "many"], "--loop.steps"),
         (["train", "gpt-tiny", "--loop.steps", "0"], "loop.steps must be above 0"),
         (["train", "gpt-tiny", "--optimizer", "sgdd"], "unknown optimizer 'sgdd'"),
@@ -104,10 +119,13 @@ def test_a_recipes_help_groups_and_explains_all_fields(capsys: Capture) -> None:
         (["race", "--optimizers", "adamw", "nadam"], "unknown optimizer 'nadam'"),
         (["train", "gpt-tiny", "--schedule.warmup-steps", "501"], "longer than the run"),
         (["race", "--seeds", "0"], "at least one seed"),
+        (["race", "gpt-50m", "--optimizers", "adamw"], "mars data YOUR.txt --out data/text"),
+        (["race", "cifar10-resnet18-short", "--optimizers", "adamw"],
+         "run `mars data cifar10 --out data/cifar10`"),
         (["report", "nowhere"], "nowhere"),
         (["sample", "nowhere"], "nowhere"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_one_line(
     words: list[str], message: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +179,9 @@ def test_a_longer_run_of_the_same_recipe_goes_on(tmp_path: Path, capsys: Capture
     assert "extended 20 to 40 steps" in capsys.readouterr().err
     for run_ in (words, ["train", str(tmp_path / "run")]):  # not told of the warm-up
         assert main([*run_, "--loop.steps", "3"]) == 1
-        assert "holds a run with loop.steps = 40, not 3" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "holds a run with loop.steps = 40, not 3" in said
+        assert "choose another --out" in said
     for option in ("--schedule.warmup-steps", "--schedule.warmup_steps"):
         assert main([*words, "--loop.steps", "60", option, "9"]) == 1
         assert "schedule.warmup_steps" in capsys.readouterr().err
@@ -186,6 +206,24 @@ def test_train_resume_and_dry_run(tmp_path: Path, capsys: Capture) -> None:
     # For less it is refused: what was trained cannot be taken back.
     assert main(["train", str(tmp_path / "run"), "--loop.steps", "5"]) == 1
     assert "holds a run with loop.steps = 6, not 5" in capsys.readouterr().err
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_says_that_it_starts_again(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    words = ["train", given(tmp_path), "--loop.steps", "2", "--keep.save-every", "None"]
+    assert main(words) == 0
+    assert "starts again" not in capsys.readouterr().err
+    log = tmp_path / "run" / "log.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))  # as kill -9 leaves it
+    assert main(words) == 0
+    assert "left no checkpoint: it starts again at step 0\n" in capsys.readouterr().err
+
+
+def test_epochs_can_be_switched_off_for_steps(capsys: Capture) -> None:
+    words = ["--loop.epochs", "None", "--loop.steps", "3", "--dry-run"]
+    assert main(["train", "digits-cnn", *words]) == 0
+    assert "3 steps of" in capsys.readouterr().out
 
 
 def test_warm_up_shrinks_with_the_steps(tmp_path: Path, capsys: Capture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from mars.lab.data import (
     prepare,
     verify,
 )
-from mars.lab.data.command import default_name
+from mars.lab.data.command import default_name, valid_share
+from mars.lab.data.documents import ENDS
 from mars.lab.data.hub import Dataset, HubDocuments, dataset_of
 from mars.lab.errors import LabError
 
@@ -87,10 +89,44 @@ def test_one_text_file_is_split_like_the_usual_corpus(
     text = "".join(f"Scene {i}.\n\n\n" + "Étude of a  line; " * (i % 30) for i in range(1000))
     (tmp_path / "play.txt").write_text(text)
     manifest = prepare(str(tmp_path / "play.txt"), tmp_path / "out")
-    assert manifest.documents == 2
+    assert manifest.documents == 1
     for split in ("train", "valid"):
         direct = open_tokens(str(tmp_path / "play.txt"), split)  # type: ignore[arg-type]
         assert stream(tmp_path / "out", split).tolist() == [50256, *direct.read(0, len(direct))]
+
+
+@pytest.mark.parametrize("kind", ["files", "records"])
+def test_each_of_few_documents_is_split_by_its_end(tmp_path: Path, kind: str) -> None:
+    """Whole documents would not do: the first, which is long, would be most of validation."""
+    texts = [f"{name} again, " * count for name, count in (("a", 9000), ("b", 300), ("c", 100))]
+    (tmp_path / "in").mkdir()
+    for name, text in zip("abc", texts, strict=True):
+        if kind == "files":
+            (tmp_path / "in" / f"{name}.md").write_text(text)
+    if kind == "records":
+        jsonl(tmp_path / "in" / "all.jsonl", ["", *texts])
+    manifest = prepare(str(tmp_path / "in"), tmp_path / "out")
+    assert manifest.documents == 3
+    assert valid_share(manifest) == pytest.approx(0.01, rel=0.05)
+    train, valid = (documents(stream(tmp_path / "out", split)) for split in ("train", "valid"))
+    assert [a + b for a, b in zip(train, valid, strict=True)] == texts
+    whole = prepare(str(tmp_path / "in"), tmp_path / "whole", valid_documents=1)
+    assert documents(stream(tmp_path / "whole", "valid")) == texts[:1]
+    assert whole.documents == 3
+
+
+def test_few_documents_that_an_older_version_prepared_are_left_alone(tmp_path: Path) -> None:
+    source = str(jsonl(tmp_path / "a.jsonl", TEXTS[:20]))
+    manifest = prepare(source, tmp_path / "out")
+    del manifest.settings[ENDS]
+    manifest.save(tmp_path / "out")
+    before = content(tmp_path / "out")
+    assert prepare(source, tmp_path / "out") == manifest
+    assert content(tmp_path / "out") == before
+    manifest.complete, manifest.position = False, {"source": None, "split": None, "open": {}}
+    manifest.save(tmp_path / "out")
+    with pytest.raises(LabError, match=r"begun with other settings \(valid_ends: None, now True\)"):
+        prepare(source, tmp_path / "out")
 
 
 def test_bytes_are_separated_by_newlines_and_empty_documents_left_out(tmp_path: Path) -> None:
@@ -142,9 +178,30 @@ def test_names_of_datasets() -> None:
         "a/b", "c", "train", "refs/convert/parquet"
     )
     assert dataset_of(str(dataset_of("hf:a/b::test"))) == Dataset("a/b", None, "test")
+    for typed in ("hf:a/b", "hf:a/b@c", "hf:a/b:c", "hf:a/b::test", "hf:a/b@c:d:test"):
+        found = dataset_of(typed)
+        assert found is not None
+        assert found.short == typed
     assert dataset_of("texts.jsonl") is None
     with pytest.raises(LabError, match="hf:a:b:c:d"):
         dataset_of("hf:a:b:c:d")
+
+
+def test_the_hubs_retries_are_not_shown(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import datasets  # type: ignore[import-untyped,unused-ignore]
+
+    def retries(*_: object, **__: object) -> None:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+        raise ConnectionError("nobody there")
+
+    monkeypatch.setattr(datasets, "load_dataset", retries)
+    level = logging.getLogger("huggingface_hub").level
+    with pytest.raises(LabError, match=r"^cannot open hf:nosuch/nosuch \(ConnectionError: nobody"):
+        HubDocuments(Dataset("nosuch/nosuch"), "text")
+    assert caplog.text == ""
+    assert logging.getLogger("huggingface_hub").level == level
 
 
 def test_offline_says_so_and_writes_nothing(tmp_path: Path) -> None:
@@ -275,9 +332,30 @@ def test_the_command(
     shard.write_bytes(shard.read_bytes()[::-1])
     with pytest.raises(LabError, match=r"train_000000\.bin is damaged"):
         data_command(DataArgs("data/a", verify=True))
+    with pytest.raises(LabError, match=r"no such file: nosuch\*\.txt"):
+        data_command(DataArgs("nosuch*.txt"))
     assert default_name("some/dir/") == "dir"
     with pytest.raises(LabError, match="give --out"):
         default_name("*.txt")
+
+
+def test_the_share_of_validation_is_told_and_one_that_is_far_off_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(texts: list[str], name: str) -> tuple[str, str]:
+        source = jsonl(tmp_path / f"{name}.jsonl", texts)
+        data_command(DataArgs(str(source), out=tmp_path / name, tokenizer="bytes"))
+        said = capsys.readouterr()
+        return said.out, said.err
+
+    out, err = told(["one text " * 1000], "one")
+    assert "one: 1 document, " in out
+    assert "(1.01 % for validation)" in out
+    assert not err
+    out, err = told(["first " * 9000, *TEXTS], "first")  # is always for validation
+    share = out.split("(")[1].split(" for validation")[0]
+    assert err.startswith(f"! {share} of the tokens are for validation, 1 % was asked for: ")
+    assert err.count("\n") == 1
 
 
 def test_a_dataset_that_is_a_program_is_asked_for_as_parquet(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 
 import mars
 from mars.lab import doctor, optimizers, recipes
+from mars.lab.cli import main
 from mars.lab.config import Optimizer
 from mars.lab.doctor import DoctorArgs, compare, doctor_command
 from mars.lab.errors import LabError
@@ -52,6 +55,34 @@ def test_a_missing_package_is_named_and_is_an_error_if_needed(
     with pytest.raises(LabError, match="no_such_package is needed: pip install no_such_package"):
         doctor_command(DoctorArgs(device="cpu"))
     assert "everything needed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lacking", ["tyro", "tyro numpy"])
+def test_the_doctor_needs_torch_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    for name in lacking.split():
+        monkeypatch.setitem(sys.modules, name, None)
+    real = doctor.version
+
+    def installed(name: str) -> str:
+        if name in lacking.split():
+            raise PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(doctor, "version", installed)
+    monkeypatch.setattr(doctor, "TYPES", ("mars-lion",))
+    code = main(["doctor", "--device", "cpu"])
+    said = capsys.readouterr()
+    assert "on cpu: it needs a CUDA device" in said.out
+    assert "optional and missing: pip install tyro" in said.out
+    if lacking == "tyro":
+        assert code == 0
+        assert "every other command needs it" in said.out
+        assert "everything needed" not in said.out
+    else:
+        assert code == 1
+        assert said.err.endswith("does not work here: numpy is needed: pip install numpy\n")
 
 
 def test_an_engine_that_computes_something_else_is_found(

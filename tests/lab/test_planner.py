@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from mars.lab.planner import gpus, memory, models, network, newton_schulz, predi
 from mars.lab.planner.network import Cluster
 from mars.lab.planner.predict import Job, setting_of
 from mars.lab.planner.steps import OPTIMIZERS, Setting
+from mars.lab.report import units
 
 Capture = pytest.CaptureFixture[str]
 H200 = gpus.find("h200")
@@ -366,6 +368,27 @@ def test_the_question_is_answered(capsys: Capture, tmp_path: Path) -> None:
     assert values["tokens"] == 1 << 22
 
 
+def test_what_a_step_needs_and_takes_is_told(capsys: Capture) -> None:
+    words = ["plan", "llama-7b", "--gpu", "H200", "--batch", "1", "--context", "128", "--optimizer"]
+    assert main([*words, "muon", "adamw", "mars-lion", "mars-m"]) == 0
+    text = capsys.readouterr().out
+    head, *rows = (line.split() for line in text.split(", not the sum)\n")[1].splitlines()[:5])
+    assert head[-2:] == ["step", "peak"]
+    planned = job("llama-7b", batch=1)
+    space = units.size(predict.rank_memory(planned, OPTIMIZERS["mars-m"]).work_space)
+    (own,) = [" ".join(row) for row in rows if row[0] == "MARS-M"]
+    assert f" {space} " in own
+    assert re.search(r"MARS-Lion costs .* AdamW and takes \d+\.\d % less time\.", text)
+    assert re.search(r"MARS-M costs .* AdamW and takes \d+\.\d % more time\.", text)
+
+
+def test_copies_share_newton_schulz_as_mars_train_has_it(capsys: Capture) -> None:
+    words = ["plan", "gpt2-small", "--gpus", "8", "--optimizer", "mars-m", "--strategy"]
+    for strategy, told in (("ddp", True), ("fsdp2", False)):
+        assert main([*words, strategy]) == 0
+        assert ('ranks="replicate"' in capsys.readouterr().out) == told
+
+
 def test_what_does_not_fit_is_told_with_a_remedy(capsys: Capture) -> None:
     words = ["plan", "llama-13b", "--gpu", "h100", "--optimizer", "mars-adamw", "--micro-batch"]
     assert main([*words, "1"]) == 0
@@ -425,12 +448,18 @@ def test_the_errors_are_printed(capsys: Capture) -> None:
         (["gpt2-xl", "--mfu", "51"], "--mfu is a share of the peak"),
         (["gpt2-xl", "--optimizer", "mars-n"], "unknown optimizer 'mars-n': did you mean mars-m?"),
         (["gpt2-xl", "--strategy", "tp"], "--strategy"),
-        (["gpt2-xl", "--json", "no/such/file.json"], "no/such/file.json cannot be written"),
+        (
+            ["gpt2-xl", "--json", "no/such/file.json"],
+            "no/such/file.json cannot be written: there is no folder no/such",
+        ),
+        (["gpt2-xl", "--json", "/"], "--json / cannot be written: it is a folder"),
+        (["--validate", "--json", "no/x.json"], "there is no folder no"),
         (["--validate", "--results", "nowhere"], "no bench_small_h200.json in nowhere"),
     ],
 )
 def test_a_mistake_is_one_line(words: list[str], message: str, capsys: Capture) -> None:
     assert main(["plan", *words]) in (1, 2)
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.err.count("\n") == 1
+    assert not said.out

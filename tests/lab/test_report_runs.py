@@ -112,6 +112,27 @@ def test_a_run_that_ended_before_its_first_nan_was_logged_has_diverged(tmp_path:
     assert run.status == "diverged"
 
 
+def test_a_run_that_an_error_broke_off_has_failed_until_it_goes_on(tmp_path: Path) -> None:
+    lines = [logs.header("adamw"), train(5, 4.0)]
+    path = logs.write(tmp_path / "a", lines)
+    trace = (
+        "Traceback (most recent call last):\n  File \"first.py\"\nKeyError: 'first'\n\n"
+        "During handling of the above exception, another exception occurred:\n\n"
+        'Traceback (most recent call last):\n  File "own.py", line 3, in step\n    raise\n'
+        "ValueError: boom\nand more of it\n"
+    )
+    (path / "error.txt").write_text(trace)
+    (run,) = load([path])
+    assert (run.status, run.why, run.final) == ("failed", "ValueError: boom", None)
+    logs.write(path, [*lines, resumed(5), train(9, 3.0)])
+    os.utime(path / "error.txt", (1e9, 1e9))
+    assert load([path])[0].status == "unfinished"
+    end = {"kind": "end", **logs.at(10), "status": "done", "valid": 3.0}
+    logs.write(path, [*lines, end])
+    (path / "error.txt").touch()
+    assert (load([path])[0].status, load([path])[0].why) == ("done", "")
+
+
 def test_null_becomes_nan_and_other_metrics_are_kept(tmp_path: Path) -> None:
     lines = [logs.header("adamw"), valid(0, None), valid(5, 2.0, accuracy=0.5)]
     (run,) = load([logs.write(tmp_path / "a", lines)])

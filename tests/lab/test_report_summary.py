@@ -12,6 +12,7 @@ import synthetic_logs as logs
 
 from mars.lab.errors import LabError
 from mars.lab.report import headline, load, read_rates, summarise, table
+from mars.lab.report.page import render
 from mars.lab.report.statistics import t_quantile
 from mars.lab.report.summary import Entry, Summary
 
@@ -323,6 +324,27 @@ def test_runs_under_way_are_shown_but_not_ranked(tmp_path: Path) -> None:
     alone = summarise(load([tmp_path / "b"]))
     assert headline(alone) == "No comparable run has finished yet (1 unfinished)."
     assert "0/1" in table(alone)
+
+
+def test_a_run_that_failed_is_called_so_with_its_error(tmp_path: Path) -> None:
+    path = logs.run(tmp_path / "b", "muon", upto=200, status=None)
+    (path / "error.txt").write_text("Traceback (most recent call last):\n  …\nValueError: boom\n")
+    runs = load([path])
+    summary = summarise(runs)
+    assert headline(summary) == "No comparable run has finished yet (1 failed)."
+    text = "Muon, lr 0.02, seed 0: failed at step 200 of 400: ValueError: boom"
+    assert f"! {text}" in table(summary)
+    page = render(runs, summary)
+    assert '<span class="status failed">failed</span>' in page
+    assert page.count("ValueError: boom") == 2  # a warning, and in the table of runs
+
+
+def test_a_baseline_that_was_not_run_is_called_by_its_usual_name(tmp_path: Path) -> None:
+    logs.run(tmp_path / "m", "muon")
+    logs.run(tmp_path / "l", "lion")
+    summary = summarise(load([tmp_path]))
+    assert "  to AdamW  " in table(summary)
+    assert "no run of the baseline, AdamW: differences are not shown" in summary.warnings
 
 
 def test_no_validation_records_is_no_crash(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 from miniature import run
 
 from mars.lab import arguments, log, search
+from mars.lab.arguments import UsageError
 from mars.lab.config import Run, to_json
 from mars.lab.errors import LabError
 from mars.lab.recipes.settings import Recommendation, recommended
@@ -107,13 +109,11 @@ def test_a_search_begins_with_what_was_measured_then_with_the_recipe(
     config = json.loads((out / "trial-0000" / "config.json").read_text())
     assert config["optimizer"]["lr_1d"] == 0.016
     said = capsys.readouterr()
-    assert said.err.count("first: ") == 1
-    first = (
-        "first: recommended, then the recipe's own settings: lr 0.032: best of 4 rates by 10 seeds"
-    )
-    assert first in said.err
+    assert said.err.count("first the recommended ") == 1
+    assert "first the recommended lr 0.032 (best of 4 rates by 10 seeds, " in said.err
     source = "docs/results/tiny-scale/results.jsonl, Muon"  # not with lr_1d = 2 lr: not searched
-    assert f"75 times more tokens ({source})" in said.err
+    own = "then the recipe's own lr 0.016\n"
+    assert f"75 times more tokens; {source}); {own}" in said.err
     rows = [line for line in said.out.splitlines() if "the recipe's own" in line]
     assert len(rows) == 1
     assert rows[0].startswith("1 ")
@@ -132,7 +132,8 @@ def test_what_is_recommended_is_tried_where_it_can_be() -> None:
     own = {"lr": 1e-2, "weight_decay": 0.1}
     first, said = starts(ranges, found)
     assert first == [{"lr": 0.0025, "weight_decay": 0.1}, own]
-    assert said.startswith("first: recommended")
+    assert said.startswith("first the recommended lr 0.0025 (best of ")
+    assert said.endswith("); then the recipe's own lr 0.01")
     first, said = starts(space(of(name="adamw", lr=1e-4, weight_decay=0.1)), found)
     assert first == [{"lr": 1e-4, "weight_decay": 0.1}]
     assert "recommended, but lr 0.0025 is not within 1.25e-05 to 0.0008" in said
@@ -287,6 +288,10 @@ def test_bad_words_are_refused(tmp_path: Path) -> None:
         go(recipe(tmp_path, "adamw"), "--out", out, "--search", "gamma")
     with pytest.raises(LabError, match=r"optimizer\.lr must be above 0"):
         go(mini, "--out", out, "--optimizer.lr", "0")
+    for word, hint in (("foo", "it varies lr, lr_1d, weight_decay and gamma"),
+                       ("Gama", "did you mean gamma?")):  # fmt: skip
+        with pytest.raises(UsageError, match=f"--search {word}: {re.escape(hint)}"):
+            go(mini, "--out", out, "--search", "lr", word)
     assert not out.exists()
 
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from mars.lab.errors import INTERRUPTED, Elsewhere, LabError, unexpected
+from mars.lab.errors import INTERRUPTED, Elsewhere, LabError, meant, unexpected
 
 USAGE = """usage: mars COMMAND [options]
 
@@ -87,7 +87,8 @@ def _train(words: list[str]) -> int:
     if own_rank() > 0:
         train(run, command=command, extend=True)
         return 0
-    with Progress(run.loop.steps) as progress:
+    begun = (Path(run.directory) / "log.jsonl").exists()
+    with Progress(run.loop.steps, begun) as progress:
         try:
             outcome = train(run, command=command, watch=progress, extend=True)
         except (LabError, OSError):
@@ -139,6 +140,13 @@ def _plan(words: list[str]) -> int:
     return 0
 
 
+def _doctor(words: list[str]) -> int:
+    from mars.lab.doctor import arguments_of, doctor_command
+
+    doctor_command(arguments_of(words))
+    return 0
+
+
 def _of(module: str, name: str, about: str) -> Callable[[list[str]], int]:
     """A command whose module has NameArgs and name_command; it is imported when it is asked for."""
 
@@ -165,8 +173,6 @@ PLAIN = (
      "one, give it to any command.)"),
     ("converting", "convert", "A checkpoint in one file to shards, or back. Both can be trained "
      "on and sampled from."),
-    ("doctor", "doctor", "What is installed, what is the device, which engine steps what, and "
-     "why."),
 )  # fmt: skip
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "race": _race,
@@ -175,6 +181,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "study": _study,
     "plan": _plan,
     **{name: _of(module, name, about) for module, name, about in PLAIN},
+    "doctor": _doctor,
 }
 
 
@@ -196,7 +203,8 @@ def main(words: list[str] | None = None) -> int:
         if words[0] != "train" and "TORCHELASTIC_RUN_ID" in os.environ:
             raise LabError(f"mars {words[0]} is one process: torchrun is for mars train")
         if words[0] not in COMMANDS:
-            raise LabError(f"unknown command {words[0]!r}: {', '.join(COMMANDS)}")
+            hint = meant(words[0], COMMANDS) or f"known: {', '.join(COMMANDS)}"
+            raise LabError(f"unknown command {words[0]!r}: {hint}")
         code = COMMANDS[words[0]](words[1:])
         sys.stdout.flush()
         return code

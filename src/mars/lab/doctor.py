@@ -1,7 +1,11 @@
-"""`mars doctor`: what is here, what is missing, which engine steps what, and if it is right."""
+"""`mars doctor`: what is here, what is missing, which engine steps what, and if it is right.
+
+It runs where there is torch alone: what it needs besides is imported where it is used.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import platform
@@ -11,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -20,12 +25,11 @@ import mars
 from mars.explain import engine_rows
 from mars.lab import recipes
 from mars.lab.config import Model, Optimizer
-from mars.lab.data import open_tokens, tokenizer
 from mars.lab.errors import LabError
 from mars.lab.hardware import choose_device
 from mars.lab.models import GPT, peak_flops
 from mars.lab.optimizers import REGISTRY, build
-from mars.lab.report import fit, units
+from mars.table import format_table
 
 # Packages and what they are for; the first are needed to train.
 NEEDED = (
@@ -62,6 +66,19 @@ class DoctorArgs:
     """Try torch.compile too: it takes a while."""
 
 
+def arguments_of(words: list[str]) -> DoctorArgs:
+    """What the words ask for; where tyro is missing, by what Python itself has."""
+    prog, about = "mars doctor", DoctorArgs.__doc__ or ""
+    if all(find_spec(name) for name in ("tyro", "numpy")):
+        from mars.lab.arguments import parse
+
+        return parse(DoctorArgs, words, prog, about)
+    parser = argparse.ArgumentParser(prog=prog, description=about)
+    parser.add_argument("--device", default="auto", help="the device to look at")
+    parser.add_argument("--compile", action="store_true", help="try torch.compile too")
+    return DoctorArgs(**vars(parser.parse_args(words)))
+
+
 def doctor_command(args: DoctorArgs) -> None:
     """Print the findings; a LabError at the end names what is needed and broken."""
     device = choose_device(args.device, option="--device")
@@ -86,7 +103,10 @@ def doctor_command(args: DoctorArgs) -> None:
         sys.stdout.write(f"optional and missing: pip install {' '.join(missing)}\n")
     if broken:
         raise LabError(f"training does not work here: {'; '.join(broken)}")
-    sys.stdout.write("everything needed to train is here\n")
+    if "tyro" in missing:
+        sys.stdout.write("without tyro you can train from Python; every other command needs it\n")
+    else:
+        sys.stdout.write("everything needed to train is here\n")
 
 
 def versions() -> Iterator[str]:
@@ -122,12 +142,16 @@ def _version(name: str) -> str | None:
         return None
 
 
+def _gib(count: float) -> str:
+    return f"{count / 2**30:,.1f} GiB"
+
+
 def devices() -> Iterator[str]:
     """Processor and GPUs."""
     name = platform.processor() or platform.machine()
     memory = ""
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        memory = f", {units.size(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))}"
+        memory = f", {_gib(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))}"
     yield f"cpu     {name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads{memory}"
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
@@ -136,7 +160,7 @@ def devices() -> Iterator[str]:
         capability = ".".join(map(str, torch.cuda.get_device_capability(i)))
         yield (
             f"cuda:{i}  {torch.cuda.get_device_name(i)}, compute {capability}, "
-            f"{units.size(free)} of {units.size(total)} free, {speed}"
+            f"{_gib(free)} of {_gib(total)} free, {speed}"
         )
     if not torch.cuda.is_available():
         yield "cuda    none: gpt-tiny trains on the CPU in half a minute, GPT-2 wants a GPU"
@@ -151,16 +175,18 @@ def engines(device: torch.device) -> Iterator[str]:
         header, *rows = engine_rows(optimizer)
         table[0][1:] = header
         table += [[name, *row] for row in rows]
-    yield from fit.aligned(table).split("\n")
+    yield from format_table(table).split("\n")
 
 
 def self_check(device: torch.device, compile_: bool, broken: list[str]) -> Iterator[str]:
     """Things that must work, tried."""
     checks: list[tuple[str, Callable[[], str]]] = [
         *((f"{name} on {device}", partial(compare, name, device)) for name in TYPES),
-        ("the embedded corpus", _corpus),
     ]
-    if _version("tiktoken"):
+    data = find_spec("numpy") is not None
+    if data:
+        checks.append(("the embedded corpus", _corpus))
+    if data and _version("tiktoken"):
         checks.append(("GPT-2's tokenizer", _gpt2))
     if compile_:
         checks.append(("torch.compile", lambda: _compile(device)))
@@ -207,10 +233,14 @@ def _stepped(
 
 
 def _corpus() -> str:
+    from mars.lab.data import open_tokens
+
     return f"{len(open_tokens('tinyshakespeare', 'train', 'bytes')):,} tokens to train on"
 
 
 def _gpt2() -> str:
+    from mars.lab.data import tokenizer
+
     words, text = tokenizer("gpt2"), "To be, or not to be"
     if words.decode(words.encode(text)) != text:
         raise LabError("decoding does not undo encoding")
@@ -241,6 +271,6 @@ def disk() -> Iterator[str]:
     """Room where runs are kept by default."""
     folder = Path("runs") if Path("runs").is_dir() else Path()
     free = shutil.disk_usage(folder).free
-    yield f"{units.size(free)} free in {folder.resolve()}"
+    yield f"{_gib(free)} free in {folder.resolve()}"
     if not os.access(folder, os.W_OK):
         yield "it is not writable: give --keep.out, or --out"

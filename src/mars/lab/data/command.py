@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from mars.lab.data.documents import local_files
+from mars.lab.data.hub import dataset_of
 from mars.lab.data.manifest import Manifest, verify
 from mars.lab.data.preparation import prepare
 from mars.lab.errors import LabError
@@ -14,13 +17,15 @@ from mars.lab.errors import LabError
 if TYPE_CHECKING:
     from rich.console import Console
 
+FAR = 3.0  # times the share that was asked for, or a third of it: worth a warning
+
 
 @dataclass(frozen=True)
 class DataArgs:
     """Prepare text or images for training; the same command resumes after an interruption."""
 
     source: str
-    """A file, directory or glob of .txt, .jsonl, .parquet (also .gz, .zst); openwebtext;
+    """A file, directory or glob of .txt, .md, .jsonl, .parquet (also .gz, .zst); openwebtext;
     fineweb-edu; or hf:org/name[@revision][:config[:split]]. Images: cifar10, cifar100,
     tiny-imagenet (downloaded); an archive of CIFAR; a folder or zip with train/CLASS/*.png or .jpg
     and valid, val or test. With --verify: a prepared directory."""
@@ -32,8 +37,9 @@ class DataArgs:
     """GPT-2's byte-pair encoding, or plain bytes."""
 
     valid_fraction: float | None = None
-    """Part of the documents for validation (0.0005 of openwebtext, 0.001 of other datasets of the
-    hub, 0.1 of the characters of a single text file, 0.01 of other files)."""
+    """Part for validation (0.0005 of openwebtext, 0.001 of other datasets of the hub, 0.1 of a
+    single text file, 0.01 of other files): whole documents that are drawn, or, of files that hold
+    fewer than 1 / this (or than 10) documents, the end of each."""
 
     valid_documents: int | None = None
     """Take the first so many documents for validation instead."""
@@ -69,10 +75,13 @@ def data_command(args: DataArgs) -> None:
             manifest = verify(Path(args.source).expanduser(), lambda file: status.update(file))
         console.print(f"{args.source}: {_summary(manifest)}; every sha256 is right", soft_wrap=True)
         return
+    if dataset_of(args.source) is None:
+        local_files(args.source)  # what is not there is told before a name for it is missed
     out = args.out or Path("data") / default_name(args.source)
     manifest, new = _with_progress(args, out, console)
     there = "" if new else "prepared before, "
     console.print(f"{out}: {there}{_summary(manifest)}", soft_wrap=True)
+    sys.stderr.write(far_off(manifest))
 
 
 def _refuse_words_of_text(args: DataArgs) -> None:
@@ -138,4 +147,27 @@ def _summary(manifest: Manifest) -> str:
         f"{manifest.tokens(split):,} {split} tokens in {len(own)} shard" + "s" * (len(own) != 1)
         for split, own in manifest.shards.items()
     ]
-    return f"{manifest.documents:,} documents, {', '.join(parts)}, tokenizer {manifest.tokenizer}"
+    documents = f"{manifest.documents:,} document" + "s" * (manifest.documents != 1)
+    share = f"{_percent(valid_share(manifest))} for validation"
+    return f"{documents}, {', '.join(parts)} ({share}), tokenizer {manifest.tokenizer}"
+
+
+def valid_share(manifest: Manifest) -> float:
+    """The part of all tokens that is for validation."""
+    every = sum(manifest.tokens(split) for split in manifest.shards)
+    return manifest.tokens("valid") / every if every else 0.0
+
+
+def far_off(manifest: Manifest) -> str:
+    """A line to warn with if validation got quite another share than was asked for, else none."""
+    asked, share = manifest.settings.get("valid_fraction"), valid_share(manifest)
+    if not asked or asked / FAR <= share <= asked * FAR:
+        return ""
+    return (
+        f"! {_percent(share)} of the tokens are for validation, {_percent(asked)} was asked for: "
+        "documents are too few, too short or too unequal; try another --valid-fraction and --out\n"
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"

@@ -11,9 +11,11 @@ import gzip
 import hashlib
 import io
 import json
+import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -34,8 +36,14 @@ class Piece:
     """A document, or a part of one, cut where it does not change the tokens."""
 
     text: str
-    first: bool = True  # begins a document
+    first: bool = True  # begins a document, or the part of one that is for another split
     split: str | None = None  # where it goes, if the source itself decides
+    rest: bool = False  # of a document whose beginning went to the other split
+
+    @property
+    def new(self) -> bool:
+        """Whether a document begins here that was not counted yet."""
+        return self.first and not self.rest and bool(self.text)
 
 
 class Documents(Protocol):
@@ -57,6 +65,7 @@ class Documents(Protocol):
 
 
 CONTENT = "content"  # of settings: what may change while a preparation is not complete
+ENDS = "valid_ends"  # of settings: validation is the end of each document, for they are few
 SAMPLE, PIECES = 1 << 20, 64  # bytes of a piece, and how many of them at the most
 
 
@@ -81,20 +90,36 @@ def _sample(path: Path) -> str:
 class LocalDocuments:
     """The documents of files, in the order given.
 
-    A single text file is split by position: its last part, `valid_fraction` of the characters, is
-    for validation. Otherwise whole documents are.
+    With a `tail`, the last part of each document, this share of its characters, is for validation.
+    Otherwise whole documents are.
     """
 
-    def __init__(self, name: str, files: list[Path], field: str, valid_fraction: float) -> None:
+    def __init__(self, name: str, files: list[Path], field: str, tail: float | None = None) -> None:
         self.name = name
         self.files = files
         self.field = field
-        self.tail = valid_fraction if len(files) == 1 and kind_of(files[0]) == "text" else None
+        self.tail = tail
         self._at = [0, 0]
 
     def settings(self) -> dict[str, Any]:
         files = [[str(file), file.stat().st_size] for file in self.files]
-        return {"files": files, CONTENT: [_sample(file) for file in self.files]}
+        # A single text file is always split so, and its manifests do not say it.
+        ends = self.tail is not None and not single_text(self.files)
+        found = {"files": files, CONTENT: [_sample(file) for file in self.files]}
+        return {**found, ENDS: True} if ends else found
+
+    def fewer_than(self, count: float) -> bool:
+        """Whether there are fewer documents; reads no more of them than it must."""
+        seen = 0
+        for path in self.files:
+            if kind_of(path) == "text":
+                seen += path.stat().st_size > 0
+            else:
+                some = islice((p for p in self._file(path, 0) if p.text), math.ceil(count - seen))
+                seen += sum(1 for _ in some)
+            if seen >= count:
+                return False
+        return True
 
     def position(self) -> list[int]:
         return list(self._at)
@@ -112,10 +137,12 @@ class LocalDocuments:
         try:
             if kind == "text":
                 yield from _after(_text(path, self.tail), skip)
-            elif kind == "lines":
-                yield from _lines(path, self.field, skip)
+                return
+            records = _lines if kind == "lines" else _parquet
+            if self.tail is None:
+                yield from records(path, self.field, skip)
             else:
-                yield from _parquet(path, self.field, skip)
+                yield from _after(_cut(records(path, self.field, 0), self.tail), skip)
         except OSError as error:
             raise LabError(f"{path} cannot be read: {error.strerror or error}") from error
         except EOFError as error:
@@ -138,6 +165,11 @@ def kind_of(path: Path) -> str | None:
     return "text" if last and last[0] in TEXT else None
 
 
+def single_text(files: list[Path]) -> bool:
+    """Whether it is one text file, that is one document."""
+    return len(files) == 1 and kind_of(files[0]) == "text"
+
+
 def local_files(source: str) -> list[Path]:
     """The files that a path or a glob means, sorted; of a directory, all of a known kind."""
     path = Path(source).expanduser()
@@ -147,7 +179,7 @@ def local_files(source: str) -> list[Path]:
         found = sorted(p for p in path.rglob("*") if p.is_file() and kind_of(p))
         if not found:
             raise LabError(
-                f"{source} holds no .txt, .jsonl or .parquet files (also .gz, .zst); "
+                f"{source} holds no .txt, .md, .jsonl or .parquet files (also .gz, .zst); "
                 "pictures belong in train/CLASS/ and valid/CLASS/"
             )
         return found
@@ -189,29 +221,40 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _text(path: Path, tail: float | None) -> Iterator[Piece]:
-    """One document, or two (train, valid) if a tail is to be cut off, in pieces."""
+    """One document in pieces; with a tail, its beginning for training, its end for validation."""
     with _open(path) as raw, io.TextIOWrapper(raw, "utf-8", newline="") as file:
         if tail is None:
             yield from _blocks(file, None, None)
             return
         count = sum(len(block) for block in iter(lambda: file.read(BLOCK), ""))
     with _open(path) as raw, io.TextIOWrapper(raw, "utf-8", newline="") as file:
-        yield from _blocks(file, int(count * (1 - tail)), "train")
-        yield from _blocks(file, None, "valid")
+        begins = int(count * (1 - tail))
+        yield from _blocks(file, begins, "train")
+        yield from _blocks(file, None, "valid", rest=begins > 0)
 
 
-def _blocks(file: IO[str], characters: int | None, split: str | None) -> Iterator[Piece]:
-    """The next so many characters of a file (None: all) as one document."""
+def _cut(records: Iterator[Piece], tail: float) -> Iterator[Piece]:
+    """Two pieces a record: its beginning for training, its end for validation."""
+    for record in records:
+        begins = int(len(record.text) * (1 - tail))
+        yield Piece(record.text[:begins], split="train")
+        yield Piece(record.text[begins:], split="valid", rest=begins > 0)
+
+
+def _blocks(
+    file: IO[str], characters: int | None, split: str | None, rest: bool = False
+) -> Iterator[Piece]:
+    """The next so many characters of a file (None: all) as one document, or the rest of one."""
     held, first, left = "", True, characters
     while block := file.read(BLOCK if left is None else min(BLOCK, left)):
         left = None if left is None else left - len(block)
         held += block
         cut = last_border(held)
         if cut:
-            yield Piece(held[:cut], first, split)
+            yield Piece(held[:cut], first, split, rest)
             held, first = held[cut:], False
     if held:
-        yield Piece(held, first, split)
+        yield Piece(held, first, split, rest)
 
 
 def _lines(path: Path, field: str, skip: int) -> Iterator[Piece]:

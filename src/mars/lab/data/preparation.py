@@ -21,7 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from mars.lab.data.documents import CONTENT, Documents, LocalDocuments, Piece, checked_files
+from mars.lab.data.documents import (
+    CONTENT,
+    ENDS,
+    Documents,
+    LocalDocuments,
+    Piece,
+    checked_files,
+    single_text,
+)
 from mars.lab.data.hub import NAMED, HubDocuments, dataset_of
 from mars.lab.data.manifest import FILE, SPLITS, Manifest, load_manifest
 from mars.lab.data.tokenizers import tokenizer as tokenizer_of
@@ -33,6 +41,7 @@ Progress = Callable[[int, int], None]
 
 BATCH_CHARACTERS = 1 << 22  # tokenised together, by all cores
 SPLIT_SEED = 2357
+FEW = 10  # documents, or 1 / valid_fraction of them: whole ones would miss that share by far
 
 
 def prepare(
@@ -51,13 +60,14 @@ def prepare(
     """Tokenise a source into a directory of shards, or go on with it.
 
     Args:
-        source: a file, directory or glob of .txt, .jsonl, .parquet; ``"openwebtext"``,
+        source: a file, directory or glob of .txt, .md, .jsonl, .parquet; ``"openwebtext"``,
             ``"fineweb-edu"`` or ``"hf:org/name[@revision][:config[:split]]"``.
         out: the directory, new or of the same preparation.
         tokenizer: ``"gpt2"`` or ``"bytes"``.
-        valid_fraction: of the documents (of the characters, if the source is one text file), for
-            validation; by default 0.0005 of openwebtext, 0.001 of other datasets of the hub, 0.1 of
-            one text file, 0.01 of other files. The choice depends on the document's number alone.
+        valid_fraction: of the documents, for validation; by default 0.0005 of openwebtext, 0.001
+            of other datasets of the hub, 0.1 of one text file, 0.01 of other files. The choice
+            depends on the document's number alone. Of files that hold fewer than 1 /
+            valid_fraction documents (or than 10), it is the last part of each document instead.
         valid_documents: take the first so many documents for validation instead.
         documents: stop after so many documents.
         shard_tokens: tokens of a shard.
@@ -68,7 +78,7 @@ def prepare(
     tokenizer_of(tokenizer)
     _check_numbers(valid_fraction, valid_documents, documents, shard_tokens)
     fraction = _fraction(source, valid_fraction)
-    found = documents_of(source, text_field, fraction, valid_documents)
+    found = documents_of(source, text_field, fraction, valid_documents, documents)
     settings = {
         "tokenizer": tokenizer,
         "valid_fraction": fraction if valid_documents is None else None,
@@ -92,15 +102,26 @@ def prepare(
 
 
 def documents_of(
-    source: str, text_field: str, valid_fraction: float, valid_documents: int | None
+    source: str,
+    text_field: str,
+    valid_fraction: float,
+    valid_documents: int | None,
+    limit: int | None = None,
 ) -> Documents:
-    """The documents that a source names."""
+    """The documents that a source names; of files that hold few, each is split by its end."""
     dataset = dataset_of(source)
     if dataset is not None:
         return HubDocuments(dataset, text_field)
-    found = LocalDocuments(source, checked_files(source), text_field, valid_fraction)
-    if found.tail is not None and valid_documents is not None:
-        raise LabError(f"{source} is one document: give --valid-fraction, not --valid-documents")
+    found = LocalDocuments(source, checked_files(source), text_field)
+    if valid_documents is not None:
+        if single_text(found.files):
+            raise LabError(
+                f"{source} is one document: give --valid-fraction, not --valid-documents"
+            )
+        return found
+    enough = max(FEW, 1 / valid_fraction)
+    if (limit is not None and limit < enough) or found.fewer_than(enough):
+        found.tail = valid_fraction
     return found
 
 
@@ -149,7 +170,7 @@ class _Preparation:
         batch: list[Piece] = []
         documents, size = self.manifest.documents, 0
         for piece in self.found.pieces(self.position["source"]):
-            documents += piece.first and bool(piece.text)
+            documents += piece.new
             if self.limit is not None and documents > self.limit:
                 break
             batch.append(piece)
@@ -166,7 +187,7 @@ class _Preparation:
                 continue
             if piece.first:
                 self.position["split"] = piece.split or self._choose(self.manifest.documents)
-                self.manifest.documents += 1
+            self.manifest.documents += piece.new
             writer = self.writers[self.position["split"]]
             if piece.first:
                 writer.write(self.separator)
@@ -221,6 +242,8 @@ def _begin(directory: Path, wanted: Manifest) -> Manifest:
                 manifest.settings[name] = value  # a line that kept it from ending may be mended
             if manifest.settings.get(name) == value:
                 continue
+            if name == ENDS and manifest.complete:
+                continue  # of an older version, which drew whole documents: left as it is
             if name == CONTENT:
                 raise LabError(
                     f"the files have changed since {directory} was made of them: take another "
@@ -291,7 +314,7 @@ def _fraction(source: str, given: float | None) -> float:
     if source.startswith("hf:"):
         return 0.001
     files = checked_files(source)
-    return 0.1 if LocalDocuments("", files, "", 0.1).tail is not None else 0.01
+    return 0.1 if single_text(files) else 0.01
 
 
 def _check_numbers(

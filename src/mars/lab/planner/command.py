@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from mars.lab.planner.network import Cluster, check
 from mars.lab.planner.predict import Job
 from mars.lab.planner.steps import OPTIMIZERS, Form, Optimizer, Setting
 from mars.lab.report import fit
+from mars.lab.rundir import reason
 
 BYTES = {"bf16": 2, "fp32": 4}
 
@@ -67,6 +69,7 @@ class PlanArgs:
 
 def plan_command(name: str | None, args: PlanArgs) -> None:
     """Print the plan of a model, or how far the model of it is off."""
+    _check_writable(args.json)
     if args.validate:
         directory = validate.results_directory(args.results)
         compared, others = validate.compare(directory), validate.not_modelled(directory)
@@ -126,10 +129,22 @@ def chosen(names: tuple[str, ...]) -> list[Optimizer]:
     return [o for o in OPTIMIZERS.values() if "all" in names or o.name in names]
 
 
+def _check_writable(path: Path | None) -> None:
+    """Refuse a file that cannot be, before anything is printed."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise LabError(f"--json {path} cannot be written: it is a folder")
+    if not path.parent.is_dir():
+        raise LabError(f"--json {path} cannot be written: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise LabError(f"--json {path} cannot be written: permission denied")
+
+
 def _write(path: Path | None, values: object) -> None:
     if path is None:
         return
     try:
         path.write_text(json.dumps(values, indent=1) + "\n")
     except OSError as error:
-        raise LabError(f"{path} cannot be written: {error}") from error
+        raise LabError(f"--json {path} cannot be written: {reason(error)}") from error

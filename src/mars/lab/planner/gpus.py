@@ -110,8 +110,8 @@ def by_driver(name: str, memory_bytes: float | None = None) -> Gpu | None:
 
 
 def find(name: str) -> Gpu:
-    """The GPU of a name."""
-    if name in GPUS:
-        return GPUS[name]
+    """The GPU of a name, in capitals or not."""
+    if name.lower() in GPUS:
+        return GPUS[name.lower()]
     hint = meant(name, GPUS) or f"known: {', '.join(GPUS)}"
     raise LabError(f"unknown GPU {name!r}: {hint}")

@@ -23,7 +23,8 @@ def describe(job: Job, predictions: Sequence[Prediction], room: int | None = Non
     assumed = "assumptions\n" + "\n".join(f"- {line}" for line in assumptions(job))
     parts = [
         headline(job),
-        f"memory of the fullest rank\n{_memory(job, predictions, room)}",
+        f"memory of the fullest rank (peak: of forward, backward or step, not the sum)\n"
+        f"{_memory(job, predictions, room)}",
         f"the optimizer's step\n{_optimizer(predictions, room)}",
         f"a training step\n{_step(predictions, room)}",
         fit.fold(answer(job, predictions), room),
@@ -46,15 +47,13 @@ def headline(job: Job) -> str:
 
 
 def _memory(job: Job, predictions: Sequence[Prediction], room: int | None) -> str:
-    head = ("", "parameters", "gradients", "state", "activations", "other", "peak", "")
+    head = ("", "parameters", "gradients", "state", "activations", "other", "step", "peak", "")
     rows: list[Sequence[str]] = [head]
     for p in predictions:
         m = p.memory
-        other = m.logits + m.gathered
-        rows.append((
-            p.label, *map(units.size, (m.parameters, m.gradients, m.state, m.activations, other)),
-            units.size(m.peak), verdict(job, p),
-        ))  # fmt: skip
+        held = (m.parameters, m.gradients, m.state, m.activations, m.logits + m.gathered)
+        sizes = map(units.size, (*held, m.work_space, m.peak))
+        rows.append((p.label, *sizes, verdict(job, p)))
     return table(rows, room=room)
 
 
@@ -165,12 +164,22 @@ def _cost(p: Prediction, base: Prediction) -> str:
     time = p.step_seconds / base.step_seconds - 1
     memory = f"{units.size(abs(more))} {'more' if more >= 0 else 'less'} a GPU"
     memory = "the same memory" if abs(more) < 2**20 else memory
-    longer = f"{time:+.1%} of the step's time" if abs(time) >= 5e-4 else "no time"
+    longer = f"takes {_longer(time)}" if abs(time) >= 5e-4 else "no time"
     text = f"{p.label} costs {memory} than AdamW and {longer}"
     if p.iteration is not None and p.naive_optimizer_seconds > 1.02 * p.optimizer_seconds:
         naive = p.step_seconds - p.optimizer_seconds + p.naive_optimizer_seconds
-        text += f" ({naive / base.step_seconds - 1:+.1%} if every rank repeats Newton–Schulz)"
+        again = _longer(naive / base.step_seconds - 1)
+        text += f" ({again} if every rank repeats Newton–Schulz)"
     return text.replace("the same memory than", "the same memory as") + "."
+
+
+def _longer(share: float) -> str:
+    """Of a step's time.
+
+    >>> _longer(0.035), _longer(-0.759)
+    ('3.5 % more time', '75.9 % less time')
+    """
+    return f"{100 * abs(share):.1f} % {'more' if share >= 0 else 'less'} time"
 
 
 def assumptions(job: Job) -> list[str]:
@@ -199,6 +208,11 @@ def assumptions(job: Job) -> list[str]:
             f"gradients sent in {job.reduce_bytes} bytes; traffic hidden behind computing; what "
             "Newton–Schulz sends (16 bits an element) is not hidden",
         ]
+        if job.cluster.strategy == "ddp":
+            lines.append(
+                'MARS-M and MARS-Shampoo have ranks="replicate", which mars train sets; the '
+                "library's default is that every rank repeats Newton–Schulz (naive)"
+            )
         if refused(job):
             lines.append("the library refuses 8-bit state for shards (DTensor)")
         lines.append("consume_grads saves nothing: gradients are views of buckets and are copied")

@@ -49,19 +49,18 @@ def runs_section(summary: Summary) -> Markup:
 def _runs_table(summary: Summary, runs: Sequence[RunLog]) -> Markup:
     """Those that did not finish first."""
     labels = {id(r): e.label for e in summary.entries for r in (*e.runs, *e.others)}
-    order = {"diverged": 0, "stopped": 1, "unfinished": 1}
+    order = {"failed": 0, "diverged": 0, "stopped": 1, "unfinished": 1}
     runs = sorted(runs, key=lambda r: order.get(r.status, 2))
     names = _names(summary.runs)
     images = summary.measure.unit == "images"
     body = []
     for run in runs:
-        text = str(run.end.get("text") or "") if run.end else ""
         body.append([
             names[id(run)], labels.get(id(run), run.label), units.rate(run.lr), str(run.seed),
             tag("span", run.status, class_=f"status {run.status}"),
             f"{run.step:,} of {run.steps:,}", run.measure.far(run.progress),
             units.seconds(run.seconds) if run.seconds else "–",
-            *([units.accuracy(run.accuracy)] if images else []), units.loss(run.last), text,
+            *([units.accuracy(run.accuracy)] if images else []), units.loss(run.last), run.why,
         ])  # fmt: skip
     head = ["Run", "Optimizer", "lr", "Seed", "Status", "Steps",
             summary.measure.progress_words.capitalize(), "Time",

@@ -23,7 +23,7 @@ from mars.lab.report.measure import Measure, of
 Record = dict[str, Any]
 Series = dict[str, NDArray[np.float64]]  # columns of equal length; null is NaN
 
-LOG = "log.jsonl"
+LOG, ERROR = "log.jsonl", "error.txt"
 FORMAT = 1
 
 
@@ -40,6 +40,7 @@ class RunLog:
     end: Record | None = None
     ignored: int = 0  # lines that could not be read
     race: Record = field(default_factory=dict)  # race.json of the race it belongs to
+    error: str = ""  # that broke it off
 
     @property
     def label(self) -> str:
@@ -91,13 +92,20 @@ class RunLog:
 
     @property
     def status(self) -> str:
-        """done, stopped, diverged, or unfinished (running, or killed)."""
-        said = str(self.end.get("status", "")) if self.end else "unfinished"
+        """done, stopped, diverged, failed, or unfinished (running, or killed)."""
+        if self.end is None:
+            return "failed" if self.error else "unfinished"
+        said = str(self.end.get("status", ""))
         if said == "done" and self._loss_at_end() is None and len(self.valid["loss"]):
             return "diverged"
         if said in ("diverged", "failed"):  # as it was called before
             return "diverged"
         return said if said in ("done", "stopped") else "unfinished"
+
+    @property
+    def why(self) -> str:
+        """What is known of the reason for that."""
+        return str(self.end.get("text") or "") if self.end else self.error
 
     @property
     def final(self) -> float | None:
@@ -194,6 +202,7 @@ def read(path: Path) -> RunLog:
         end=end,
         ignored=ignored,
         race=_race(path.parent),
+        error=_error(path),
     )
 
 
@@ -286,6 +295,20 @@ def _race(run: Path) -> Record:
             continue
         return settings if isinstance(settings, dict) else {}
     return {}
+
+
+def _error(log: Path) -> str:
+    """What a run's traceback says in the end; nothing if the run has gone on since."""
+    path = log.parent / ERROR
+    try:
+        if path.stat().st_mtime_ns < log.stat().st_mtime_ns:
+            return ""
+        text = path.read_text(errors="replace")
+    except OSError:
+        return ""
+    lines = text.rpartition("(most recent call last):")[2].splitlines()
+    said = (line for line in lines if line.strip() and not line.startswith(" "))  # stacks are
+    return next(said, "for an unknown reason")
 
 
 def _is_number(value: object) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mars.lab import optimizers
 from mars.lab.errors import LabError
 from mars.lab.report import compare, statistics
 from mars.lab.report.measure import Measure
@@ -130,10 +131,10 @@ def summarise(
     entries = [_against(entry, base) for entry in entries]
     entries.sort(key=lambda e: (not e.ranked, e.score.mean if e.score else math.inf, e.label))
     found = next((e for e in entries if base is not None and e.runs == base.runs), None)
-    warnings += _general(entries, found, baseline)
-    return Summary(tuple(entries), found, baseline, tuple(warnings), runs=tuple(runs)).with_rates(
-        rates
-    )
+    asked = optimizers.label(baseline)
+    warnings += _general(entries, found, asked)
+    summary = Summary(tuple(entries), found, asked, tuple(warnings), runs=tuple(runs))
+    return summary.with_rates(rates)
 
 
 def _entry(label: str, members: Sequence[RunLog], why: str | None) -> tuple[Entry, list[str]]:
@@ -194,9 +195,8 @@ def _over(runs: Sequence[RunLog], get: Callable[[RunLog], float | None]) -> Spre
 
 def describe(run: RunLog) -> str:
     """How a run that is not done stands."""
-    text = str(run.end.get("text") or "") if run.end else ""
     said = f"{run.status} at step {run.step} of {run.steps}"
-    return f"{said}: {text}" if text else said
+    return f"{said}: {run.why}" if run.why else said
 
 
 def _newest(label: str, members: Sequence[RunLog]) -> tuple[list[RunLog], list[str]]:
