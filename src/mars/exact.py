@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._compile import _disable_dynamo
 
-from mars.sharding import is_sharded
 from mars.state import kind_of, needs_last_grad
 
 logger = logging.getLogger("mars")
@@ -72,16 +71,9 @@ def evaluate(optimizer: MARS, closure: Callable[[], Any]) -> Any:
             "inside instead (docs/distributed.md)"
         )
     moved = {p: own["last_param"] for p, own in _states(optimizer) if "last_param" in own}
-    devices = _devices(optimizer)
-    # FSDP2 keeps its root gathered after a forward pass without a backward one (a validation), and
-    # the next forward pass does not see what is written to the shards: then x, which it has, first.
-    late = any(map(is_sharded, moved))
-    if moved and not late:
-        _evaluate_there(optimizer, closure, moved, devices)
-    numbers = _random_state(devices) if late else None
+    if moved:
+        _evaluate_there(optimizer, closure, moved)
     loss = closure()
-    if late:
-        _evaluate_there(optimizer, closure, moved, devices, numbers)
     _without_correction(optimizer, [p for p in corrected if p not in moved], frames=6)
     return loss
 
@@ -103,28 +95,14 @@ def _without_correction(optimizer: MARS, lost: list[Tensor], frames: int) -> Non
         )
 
 
-def _devices(optimizer: MARS) -> list[int]:
-    """The GPUs whose random numbers an evaluation may draw."""
-    devices = {p.device.index for p in optimizer._all() if p.device.type == "cuda"}
+def _evaluate_there(
+    optimizer: MARS, closure: Callable[[], Any], there: dict[Tensor, Tensor]
+) -> None:
+    """Evaluate at the previous parameters; leave ours, their gradients and the RNG as they were."""
+    everyone = optimizer._all()
+    devices = {p.device.index for p in everyone if p.device.type == "cuda"}
     if torch.cuda.is_initialized():  # parameters may be offloaded to where nothing is computed
         devices.add(torch.cuda.current_device())
-    return sorted(devices)
-
-
-def _random_state(devices: list[int]) -> list[Tensor]:
-    """Of the CPU, then of the GPUs."""
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-
-
-def _evaluate_there(
-    optimizer: MARS, closure: Callable[[], Any], there: dict[Tensor, Tensor],
-    devices: list[int], numbers: list[Tensor] | None = None,
-) -> None:  # fmt: skip
-    """Evaluate at the previous parameters; leave ours, their gradients and the RNG as they were.
-
-    ``numbers``: the random state that the evaluation at ours began with, if it came before.
-    """
-    everyone = optimizer._all()
     here = {p: p.detach().clone() for p in there}
     gradients = [p.grad for p in everyone]
     try:
@@ -134,11 +112,7 @@ def _evaluate_there(
         for p in everyone:
             p.grad = None
         torch.clear_autocast_cache()  # weights that an autocast around the step has cast before
-        with torch.random.fork_rng(devices=devices):  # both see the same numbers
-            if numbers is not None:
-                torch.set_rng_state(numbers[0])
-                for device, own_numbers in zip(devices, numbers[1:], strict=True):
-                    torch.cuda.set_rng_state(own_numbers, device)
+        with torch.random.fork_rng(devices=sorted(devices)):  # the other sees the same numbers
             closure()
         with torch.no_grad():
             for p in _corrected(optimizer):
