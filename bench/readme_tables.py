@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import cost_table
-from study_figure import MUONS
+from study_figure import named
 
 from mars.lab import optimizers
 from mars.lab.recipes import settings
@@ -247,7 +247,7 @@ def arms(name: str) -> str:
     kept = [cells[0].index(column) for column in ("best rate", "seeds", "loss", "to")]
     kept += [cells[0].index("difference, 95 % interval")]
     return table(["", *(cells[0][i] for i in kept)], [
-        [MUONS.get(cell, cell) for cell in (row[0], *(row[i].replace("–", "") for i in kept))]
+        [named(cell) for cell in (row[0], *(row[i].replace("–", "") for i in kept))]
         for row in cells[2:]
         if row[kept[1]] != "0"
     ])  # fmt: skip
@@ -263,7 +263,7 @@ def every_rung(name: str) -> str:
         means = {lr: spread(list(own.values())) for lr, own in ladder.losses.items()}
         cells = [_bold(f"{m.mean:.3f}" if (m := means.get(lr)) else "", lr == ladder.best)
                  for lr in tried]  # fmt: skip
-        rows.append([MUONS.get(ladder.arm.label, ladder.arm.label), *cells])
+        rows.append([named(ladder.arm.label), *cells])
     return table(["", *map(units.rate, tried)], rows)
 
 
@@ -293,7 +293,7 @@ def durations(name: str) -> str:
             shares = (row.tokens_ratio, row.time_ratio)
             cells = [f"{1e3 * s:.1f}" for s in (row.time.step, row.time.optimizer)]
             cells += [f"{100 * share:.0f} %" if share else "" for share in shares]
-            rows.append([MUONS.get(label := row.ladder.arm.label, label), *cells])
+            rows.append([named(row.ladder.arm.label), *cells])
     return table(head, rows)
 
 
@@ -355,7 +355,7 @@ def scored(name: str) -> str:
             *(f"{100 * s['value']:.2f} ± {100 * s['stderr']:.2f}" for s in scores),
         ])  # fmt: skip
     rows.sort(key=lambda row: [arm.label for arm in study.arms].index(row[0]))
-    rows = [[MUONS.get(arm, arm), *more] for arm, *more in rows]
+    rows = [[named(arm), *more] for arm, *more in rows]
     return table([*head, *cells], rows)
 
 

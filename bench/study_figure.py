@@ -18,6 +18,7 @@ from mars.lab.report import units
 from mars.lab.report.statistics import paired
 from mars.lab.study import questions
 from mars.lab.study.choice import Ladder, ladders
+from mars.lab.study.definition import Study
 from mars.lab.study.results import Result, Results
 
 # Which scale a Muon has: the laboratory's is not the default of torch.optim.Muon.
@@ -25,6 +26,13 @@ MUONS = {
     "Muon": "Muon, Moonlight's scale",
     "Muon, original scale": "Muon, torch's default scale",
 }
+
+
+def named(label: str) -> str:
+    """An arm as readers know it."""
+    return MUONS.get(label, label)
+
+
 # Families by hue, MARS the stronger of each. Other arms have matplotlib's colours.
 COLORS = {
     "AdamW": "#444444",
@@ -62,7 +70,7 @@ def by_tokens(axes: Any, ladder: Ladder, results: Sequence[Result], color: str) 
     axes.plot([x / 1e6 for x in xs], ys, color=color)
     at = "" if len(own) > 1 else f" at {units.rate(ladder.best)}"
     axes.annotate(
-        f" {MUONS.get(label, label)}{at}: {ys[-1]:.3f}", (xs[-1] / 1e6, ys[-1]), color=color,
+        f" {named(label)}{at}: {ys[-1]:.3f}", (xs[-1] / 1e6, ys[-1]), color=color,
         va="center", fontsize=8, annotation_clip=False,
     )  # fmt: skip
 
@@ -86,7 +94,8 @@ def spread_labels(axes: Any) -> None:
         text.set_y(place)
 
 
-def draw(directory: Path) -> Path:
+def opened(directory: Path) -> tuple[Any, Study, list[Result], list[Ladder]]:
+    """Something to draw with, a study, its results, and the arms that have a best rate."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -94,6 +103,11 @@ def draw(directory: Path) -> Path:
 
     study, results = questions.find(directory.name), Results(directory).read()
     found = [own for own in ladders(study, results).values() if own.best is not None]
+    return plt, study, results, found
+
+
+def draw(directory: Path) -> Path:
+    plt, study, results, found = opened(directory)
     colors = [COLORS.get(own.arm.label, f"C{i % 10}") for i, own in enumerate(found)]
     searched = any(len(own.losses) > 1 for own in found)
     figure, panels = plt.subplots(
@@ -131,15 +145,8 @@ def draw(directory: Path) -> Path:
 
 def summarise(directory: Path) -> Path:
     """Every arm's final loss relative to the first arm's, paired by seed, at the best rates."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    study, results = questions.find(directory.name), Results(directory).read()
-    found = [own for own in ladders(study, results).values() if own.best is not None]
-    base = found[0]
-    rows = [(own, paired(own.losses[own.best], base.losses[base.best])) for own in found[1:]]
+    plt, _, _, (base, *others) = opened(directory)
+    rows = [(own, paired(own.losses[own.best], base.losses[base.best])) for own in others]
     rows.sort(key=lambda row: -row[1].mean)
     figure, axes = plt.subplots(figsize=(6.4, 0.42 * len(rows) + 1.1), layout="constrained")
     for y, (own, d) in enumerate(rows):
@@ -149,8 +156,7 @@ def summarise(directory: Path) -> Path:
         axes.plot(d.mean, y, "o", color=color, ms=6)
     base_label = base.arm.label
     axes.axvline(0, color=COLORS.get(base_label, "#444444"), lw=1)
-    labels = [own.arm.label for own, _ in rows]
-    axes.set_yticks(range(len(rows)), [MUONS.get(label, label) for label in labels])
+    axes.set_yticks(range(len(rows)), [named(own.arm.label) for own, _ in rows])
     loss = fmean(base.losses[base.best].values())
     axes.set_xlabel(f"validation loss relative to {base_label} ({loss:.3f}), 95 % interval")
     axes.grid(axis="x", color="#dddddd", lw=0.6)

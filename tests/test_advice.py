@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
 
 import mars
 from mars import MARS
+from mars.advice import DEFAULT_LR_1D
 
 CONV = nn.Conv2d(4, 8, 3)
 Log = pytest.LogCaptureFixture
@@ -52,6 +55,10 @@ def test_flat_tensors_of_a_wrapper(matrix: bool, caplog: Log) -> None:
     MARS(flat, mars_type="mars-m", optimize_1d=True)
     MARS(flat, mars_type="plain-adamw")
     assert caplog.messages == []
+
+
+def test_the_default_that_is_warned_about_is_that_of_the_optimizer() -> None:
+    assert inspect.signature(MARS).parameters["lr_1d"].default == DEFAULT_LR_1D
 
 
 def test_what_from_adamw_derives_is_meant(caplog: Log) -> None:

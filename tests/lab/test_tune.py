@@ -288,7 +288,7 @@ def test_bad_words_are_refused(tmp_path: Path) -> None:
         go(recipe(tmp_path, "adamw"), "--out", out, "--search", "gamma")
     with pytest.raises(LabError, match=r"optimizer\.lr must be above 0"):
         go(mini, "--out", out, "--optimizer.lr", "0")
-    for word, hint in (("foo", "it varies lr, lr_1d, weight_decay and gamma"),
+    for word, hint in (("foo", "it can be lr, lr_1d, weight_decay, gamma"),
                        ("Gama", "did you mean gamma?")):  # fmt: skip
         with pytest.raises(UsageError, match=f"--search {word}: {re.escape(hint)}"):
             go(mini, "--out", out, "--search", "lr", word)

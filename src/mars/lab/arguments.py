@@ -25,7 +25,7 @@ from mars.lab.config import (
     read_config,
     to_json,
 )
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, meant
 from mars.lab.rundir import reason
 
 T = TypeVar("T")
@@ -120,6 +120,10 @@ def _explained(said: str, words: list[str], kind: type, default: Any) -> str:
         *most, last = _values(_type_of(lacking[1], kind, default))
         choices = f"{', '.join(most)} or {last}" if most else last
         return f"{lacking[1]} needs a value: {choices}"
+    if wrong := re.match(r"invalid choice '(.*?)' for argument '(--\S+?)[' ]", said):
+        known = [value for value in _values(_type_of(wrong[2], kind, default)) if value != "None"]
+        hint = meant(wrong[1], known) or f"it can be {', '.join(known)}"
+        return f"{wrong[2]} {wrong[1]}: {hint}"
     unknown = re.match(r"unrecognized options: (.+?)(?=, | \(perhaps |$)", said)
     if unknown is None:
         return said
@@ -156,7 +160,7 @@ def _values(hint: Any) -> list[str]:
     if get_origin(hint) is Literal:
         return [str(choice) for choice in inner]
     if inner:
-        return [value for choice in inner for value in _values(choice)]
+        return [value for choice in inner if choice is not ... for value in _values(choice)]
     if hint is bool:
         return ["True", "False"]
     named = {int: "a whole number", float: "a number", Path: "a path", type(None): "None"}

@@ -7,11 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
-from mars.lab.arguments import UsageError
 from mars.lab.config import Model, Run
-from mars.lab.errors import LabError, meant
+from mars.lab.errors import LabError
 from mars.lab.optimizers import REGISTRY
 from mars.lab.recipes.settings import Recommendation, at_rate
 from mars.lab.rundir import drop_torn_line
@@ -163,23 +162,10 @@ def starts(
             limits = f"{found.low:.3g} to {found.high:.3g}"
             text = f"recommended, but {name} {values[name]:g} is not within {limits}: {advice}"
             return [own], f"{first}; {text}"
-    _, _, measured = str(advice).partition(": ")
-    how, _, source = measured.rpartition(" (")
     differ = [name for name in own if name == "lr" or values[name] != own[name]]
     now, then = (", ".join(f"{n} {start[n]:g}" for n in differ) for start in (values, own))
-    text = f"first the recommended {now} ({how}; {source}; then the recipe's own {then}"
-    return [values, own], text
-
-
-def check_names(words: Sequence[str]) -> None:
-    """Refuse what ``--search`` cannot vary, naming what it can."""
-    names, asked = get_args(Name), False
-    for word in words:
-        if word.startswith("--"):
-            asked = word == "--search"
-        elif asked and word not in (*names, "None"):
-            hint = meant(word, names) or f"it varies {', '.join(names[:-1])} and {names[-1]}"
-            raise UsageError(f"--search {word}: {hint}")
+    how = f"{advice.evidence}; {advice.source}"
+    return [values, own], f"first the recommended {now} ({how}); then the recipe's own {then}"
 
 
 def next_trial(

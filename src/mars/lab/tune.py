@@ -53,7 +53,6 @@ def tune_command(words: list[str]) -> int:
     what = "Search the learning rate, weight decay and gamma of one optimizer, by short trainings."
     recipe, words = arguments.recipe_of(words, None, "mars tune", what)
     words = arguments.shorthands(words)
-    search.check_names(words)
     base = arguments.base_run(recipe, words)
     default = arguments.with_defaults(TuneArgs, base)
     about = (

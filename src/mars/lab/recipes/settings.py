@@ -125,14 +125,23 @@ class Recommendation:
         )
         return ", ".join(part for part in parts if part)
 
-    def __str__(self) -> str:
+    @property
+    def evidence(self) -> str:
+        """How it was measured."""
         s = self.setting
         seeds = "one seed" if s.seeds == 1 else f"{s.seeds} seeds"
         edge = "" if s.bracketed else ", not bracketed"
-        others = "".join(f", {name} {_plain(value)}" for name, value in self.others.items())
-        best = f"best of {s.rates} rates by {seeds}{edge}"
         far = f", {self.runs}" if self.runs else ""
-        return f"lr {s.lr:g}{others}: {best}{far} ({s.source}, {s.arm})"
+        return f"best of {s.rates} rates by {seeds}{edge}{far}"
+
+    @property
+    def source(self) -> str:
+        """Where."""
+        return f"{self.setting.source}, {self.setting.arm}"
+
+    def __str__(self) -> str:
+        others = "".join(f", {name} {_plain(value)}" for name, value in self.others.items())
+        return f"lr {self.setting.lr:g}{others}: {self.evidence} ({self.source})"
 
 
 def _plain(value: Any) -> str:
