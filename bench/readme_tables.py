@@ -346,16 +346,16 @@ def scored(name: str) -> str:
     folders = {arm.label: arm.folder for arm in study.arms}
     done = {f"{folders[r.arm]}-lr{r.lr:g}-s{r.seed}": r for r in Results(RESULTS / name).read()}
     head, rows = ["", "rate", "validation loss"], []
-    for model in result(f"{name}/eval.json")["models"]:
-        run = done[model["name"]]
+    models = {model["name"]: model for model in result(f"{name}/eval.json")["models"]}
+    order = [arm.label for arm in study.arms]
+    for key in sorted(models, key=lambda key: (order.index(done[key].arm), done[key].lr)):
+        run, model = done[key], models[key]
         cells = [f"{task}, {t['metric']}, %" for task, t in model["tasks"].items()]
         scores = [t[t["metric"]] for t in model["tasks"].values()]
         rows.append([
-            run.arm, units.rate(run.lr), _loss([run.final]),
+            named(run.arm), units.rate(run.lr), _loss([run.final]),
             *(f"{100 * s['value']:.2f} ± {100 * s['stderr']:.2f}" for s in scores),
         ])  # fmt: skip
-    rows.sort(key=lambda row: [arm.label for arm in study.arms].index(row[0]))
-    rows = [[named(arm), *more] for arm, *more in rows]
     return table([*head, *cells], rows)
 
 
@@ -583,6 +583,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tiny-search": lambda: arms("tiny-search"),
     "tiny-scale": lambda: arms("tiny-scale"),
     "gpt2-small": lambda: scored("gpt2-small"),
+    "gpt2-small-times": lambda: durations("gpt2-small"),
     "gpt2-small-rates": lambda: every_rung("gpt2-small-rates"),
     "settings": measured,
     "rates": rates,
