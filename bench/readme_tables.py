@@ -167,7 +167,7 @@ def images(folder: str, short: str) -> str:
     ]  # fmt: skip
     return table(
         ["", "40 epochs, three seeds", "200 epochs as published, one seed",
-         "… with the decay and betas of MARS", "published"], rows,
+         "… with the rate, betas and decay of MARS", "published"], rows,
     )  # fmt: skip
 
 
