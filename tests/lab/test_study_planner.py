@@ -72,6 +72,21 @@ def test_a_ladder_ends_where_no_end_is_in_sight() -> None:
     assert {want.stage for want in everything_diverges} <= {Stage.FIRST, Stage.LADDER}
 
 
+@pytest.mark.parametrize("off", [-0.45, -0.3, 0.13, 0.14, 0.2, 0.4, 0.49])
+def test_a_best_rate_between_two_rungs_is_bracketed(off: float) -> None:
+    """As `--take` brings it from a study whose ladder began at another rate."""
+    of = study()
+    taken = float(f"{of.arms[0].lr * 2**off:.3g}")
+    loss = valley({"AdamW": taken, "MARS": 1e-2})
+    results = [result(of, "AdamW", taken, 0, loss("AdamW", taken, 0))]
+    while runs := wanted(of, results):
+        want = runs[0]
+        results.append(result(of, *want.key, loss(*want.key)))
+    found = ladders(of, results)["AdamW"]
+    assert (found.best, found.bracketed) == (taken, True)
+    assert None not in found.beside(taken)
+
+
 def test_what_is_known_of_nothing_comes_first_then_rates_then_seeds() -> None:
     of = study()
     done = simulate(of, valley({"AdamW": 1e-2, "MARS": 1e-2}))

@@ -70,14 +70,19 @@ class Ladder:
         best = self.best
         assert best is not None
         tried = [lr for lr in self.losses if (lr > best if up else lr < best)]
-        step = 1 if up else -1
         if self.beside(best)[up] is None:
-            rung = self.arm.rung(best) + step
-        elif any(self.behind(lr) > NEAR for lr in tried):
+            return False, [self._next(best, up)]
+        if any(self.behind(lr) > NEAR for lr in tried):
             return True, []
-        else:  # all of them may be as good: the valley goes on
-            rung = self.arm.rung(max(tried) if up else min(tried)) + step
-        return False, [rung]
+        # All of them may be as good: the valley goes on.
+        return False, [self._next(max(tried) if up else min(tried), up)]
+
+    def _next(self, lr: float, up: bool) -> int:
+        """The rung beyond a rate. One that a study with another ladder tried lies between two: the
+        next after the nearest may be too far to be beside it, and then it is the nearest."""
+        step, reach = 1 if up else -1, self.arm.factor * CLOSE
+        rung = self.arm.rung(lr) + step
+        return rung if lr / reach <= self.arm.rate(rung) <= lr * reach else rung - step
 
     @property
     def bracketed(self) -> bool:
