@@ -10,9 +10,11 @@ import pytest
 import synthetic_logs as logs
 
 import chromium
-from mars.lab.report import load, summarise, write
+from mars.lab.report import load, summarise, units, write
 
 EVIL = '<img src=x onerror="document.title=1"><script>document.title=1</script>'
+
+LATE = {59.97: "1 min", 3599.7: "1 h", 86399.9: "1 d"}  # seconds that round up to the next unit
 
 chromium.skip_if_missing()
 
@@ -29,11 +31,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     logs.run(odd / "five", "my.module:Optimizer" * 4, head={"steps": 200})
     logs.write(odd / "six", [logs.header("soap")])
     logs.run(top / "mixed" / "text", "adamw")
+    clock = [{"kind": "valid", "step": i, "loss": 5.0, "seconds": s} for i, s in enumerate(LATE)]
+    logs.write(top / "clock", [logs.header("adamw"), *clock])
     logs.vision(top / "mixed" / "images", seeds=1)
     folders = {
         "race": logs.race(top / "race"), "grid": logs.grid(top / "grid"), "odd": odd,
         "single": logs.run(top / "single", "mars-adamw"), "header": odd / "six",
-        "images": logs.vision(top / "images"), "mixed": top / "mixed",
+        "images": logs.vision(top / "images"), "mixed": top / "mixed", "clock": top / "clock",
     }  # fmt: skip
     written = {}
     for name, folder in folders.items():
@@ -229,6 +233,13 @@ def test_hover_and_keys_read_values(browser: Any, pages: dict[str, Path]) -> Non
     assert page.zoom() != ""
     plot.send_keys("\ue00c")
     assert page.zoom() == ""
+
+
+def test_times_are_read_as_in_the_tables(browser: Any, pages: dict[str, Path]) -> None:
+    for seconds, text in LATE.items():
+        page = Page(browser, pages["clock"], f"#x=seconds&zoom={seconds - 0.1}+{seconds + 0.1}")
+        page.find("#main .plot").send_keys("\ue014")  # arrow to the right
+        assert page.find("#main .tip").text.splitlines()[0] == text == units.seconds(seconds)
 
 
 def test_settings_live_in_the_address(browser: Any, pages: dict[str, Path]) -> None:

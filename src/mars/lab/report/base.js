@@ -110,8 +110,8 @@ function duration(value) {
   if (value < 59.95) return significant(value, 3) + ' s';
   for (const [unit, name, small, part] of
     [[86400, 'd', 3600, 'h'], [3600, 'h', 60, 'min'], [60, 'min', 1, 's']]) {
-    if (value < unit) continue;
     const total = Math.round(value / small);
+    if (total * small < unit) continue;
     const whole = Math.floor(total / (unit / small));
     const rest = total % (unit / small);
     return `${whole} ${name}` + (rest ? ` ${rest} ${part}` : '');
