@@ -242,6 +242,19 @@ def test_times_are_read_as_in_the_tables(browser: Any, pages: dict[str, Path]) -
         assert page.find("#main .tip").text.splitlines()[0] == text == units.seconds(seconds)
 
 
+def test_a_run_without_times_is_not_drawn_over_them(browser: Any, tmp_path: Path) -> None:
+    """As an arm of a study is that was not there when steps were timed."""
+    logs.run(tmp_path / "timed", "adamw")
+    head = logs.header("muon")
+    body = [{**record, "seconds": None} for record in logs.records(head)]
+    logs.write(tmp_path / "untimed", [head, *body, logs.end(body)])
+    runs = load([tmp_path])
+    page = Page(browser, write(tmp_path / "report.html", runs, summarise(runs)))
+    assert sorted(page.lines()) == ["AdamW", "Muon"]
+    page.press("x", "seconds")
+    assert list(page.lines()) == ["AdamW"]
+
+
 def test_settings_live_in_the_address(browser: Any, pages: dict[str, Path]) -> None:
     page = Page(browser, pages["race"], "#x=seconds&metric=train.loss&hide=Muon%0ALion&zoom=5+20")
     assert page.label() == "Wall-clock time, without validation"

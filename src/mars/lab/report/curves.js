@@ -11,7 +11,8 @@ const AXES = {
 function columns(run, metric, smooth) {
   const [part, name] = metric.split('.');
   const from = part === 'diagnostics' ? run.diagnostics[state.group] : run[part];
-  if (!from || !from[state.x] || !from[name] || !from[name].some((v) => v !== null)) return null;
+  const known = (column) => (from[column] || []).some((v) => v !== null);
+  if (!from || !known(state.x) || !known(name)) return null;
   const thinned = smooth > 0 && metric === 'train.loss' ? from.smooth : null;
   const given = thinned || from[name];
   let y = given;
