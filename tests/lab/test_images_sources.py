@@ -203,6 +203,14 @@ def test_a_folder_of_pictures(tmp_path: Path, valid: str) -> None:
         assert all(np.array_equal(channel, grey) for channel in train.pixels[3])
 
 
+def test_16_bits_of_grey_keep_their_upper_half(tmp_path: Path) -> None:
+    """As Pillow itself takes 16 bits of colour; of grey it would make everything white."""
+    deep = RNG.integers(0, 1 << 16, (6, 6), np.uint16)
+    files = folder()[0] | {"train/cat/deep.png": picture(deep)}
+    train, _ = both(unpacked(tmp_path, files))
+    assert all(np.array_equal(channel, deep >> 8) for channel in train.pixels[3])
+
+
 def test_tiny_imagenets_own_layout(tmp_path: Path) -> None:
     pixels = RNG.integers(0, 256, (7, 4, 4, 3), np.uint8)
     top = "tiny-imagenet-200"

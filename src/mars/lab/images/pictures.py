@@ -146,6 +146,8 @@ def _decode(tree: Tree, name: str, size: tuple[int, ...] | None) -> Bytes:
                 )
             if width * height > _LARGEST:
                 raise LabError(f"{name} of {tree.source} is too large: {width}×{height}")
+            if image.mode.startswith("I"):  # 16 bits of grey, which would be cut off at 255
+                image = image_module.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
     except LabError:
         raise
