@@ -266,10 +266,14 @@ def test_an_arm_that_cannot_be_made_here_is_left_out_and_told() -> None:
         command._cannot(replace(good, arms=(bad,), comparisons=()))
 
 
-def test_only_the_arms_asked_for_are_run(tmp_path: Path, capsys: Capture) -> None:
+def test_only_the_arms_asked_for_are_run(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert command._others(quick(), ()) == set()
     assert command._cannot(quick(), {"MARS"}) == {}
-    assert main(["study", NAME, "--out", str(tmp_path), "--arms", "MARS", "--jobs", "2"]) == 0
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["study", NAME, "--out=~", "--arms", "MARS", "--jobs", "2"]) == 0
+    assert not list(tmp_path.glob("runs/*/checkpoints"))
     assert {r.arm for r in Results(tmp_path).read()} == {"MARS"}
     assert "AdamW" in capsys.readouterr().out  # the verdict says what is not known
 

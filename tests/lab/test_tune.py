@@ -239,6 +239,19 @@ def test_a_run_that_lags_behind_is_pruned_and_closed_properly(tmp_path: Path) ->
     assert 0 not in told
 
 
+def test_a_tilde_that_no_shell_expanded_means_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in --out=~/search: search and runs are in one place, and old checkpoints go."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert go(recipe(tmp_path), "--trials", 2, "--out=~/search") == 0
+    assert not Path("~").exists()
+    out = tmp_path / "home" / "search"
+    assert len(found(out)["trials"]) == len(list(out.glob("trial-*"))) == 2
+    assert len(list(out.glob("trial-*/checkpoints"))) == 1
+
+
 def test_several_seeds_are_judged_by_their_mean(tmp_path: Path) -> None:
     out = tmp_path / "search"
     go(recipe(tmp_path), "--trials", 1, "--seeds", 2, "--out", out)

@@ -64,7 +64,7 @@ def tune_command(words: list[str]) -> int:
     args = arguments.fitted(args, base)
     moved = args.keep.out if args.keep.out != base.keep.out else None
     name = args.optimizer.name.replace(":", ".")
-    directory = Path(moved or f"runs/tune-{base.recipe}-{name}")
+    directory = Path(moved or f"runs/tune-{base.recipe}-{name}").expanduser()
     return tune(args, directory, command)
 
 

@@ -85,7 +85,7 @@ def go_on(name: str, args: StudyArgs, command: str) -> int:
     """Run what fits, then tell."""
     _check(args)
     study = _here(find(name), args)
-    directory = Path(args.out or f"runs/study-{study.name.replace(':', '.')}")
+    directory = Path(args.out or f"runs/study-{study.name.replace(':', '.')}").expanduser()
     file = Results(directory)
     failed: dict[str, str] | None = {}
     without: dict[str, str] = {}
