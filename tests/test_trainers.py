@@ -436,6 +436,32 @@ def test_accelerate_saves_a_schedule_of_gamma_if_asked(tmp_path: Path) -> None:
     assert gamma.get_last_gamma() == values[:1]
 
 
+def prepared(optimizer: MARS) -> Any:
+    """As accelerator.prepare returns it."""
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.Accelerator(cpu=True).prepare(optimizer)
+
+
+def of_lightning(optimizer: MARS) -> Any:
+    """As self.optimizers() of a module returns it."""
+    wrapper = pytest.importorskip("lightning.pytorch.core.optimizer")
+    return wrapper.LightningOptimizer(optimizer)
+
+
+@pytest.mark.parametrize("wrap", [prepared, of_lightning])
+def test_wrapped_optimizers_are_explained_and_diagnosed(wrap: Callable[[MARS], Any]) -> None:
+    w = nn.Parameter(torch.ones(2, 2))
+    optimizer = MARS([w])
+    wrapped = wrap(optimizer)
+    assert mars.explain(wrapped) == mars.explain(optimizer)
+    with mars.diagnose(wrapped) as d:
+        for _ in range(3):
+            w.grad = torch.full_like(w, 0.1)
+            optimizer.step()
+    assert d.readings[0].steps == 3
+    assert optimizer._observer is None
+
+
 def test_shards_are_resumed_by_another_number_of_processes(tmp_path: Path) -> None:
     """examples/fsdp2.py, two processes and then one."""
     words = ["--steps", "6", "--save-every", "3", "--out", str(tmp_path)]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mars.engines import Batch
+from mars.explain import unwrapped
 from mars.rule import KINDS
 from mars.rule.estimator import correct, noise_ratio, norm
 from mars.rule.halves import join
@@ -105,6 +106,7 @@ class Diagnosis:
     """Observes the steps taken inside its ``with`` block. Read it as a table or by `readings`."""
 
     def __init__(self, optimizer: MARS) -> None:
+        optimizer = unwrapped(optimizer)
         if not hasattr(optimizer, "_observer"):
             raise TypeError(f"diagnose takes a MARS optimizer, not {type(optimizer).__name__}")
         self._optimizer = optimizer
@@ -261,7 +263,7 @@ def diagnose(optimizer: MARS) -> Diagnosis:
     to do about it: docs/math.md. Of sharded tensors, ``Var(c)/Var(g)`` is that of this rank's part.
 
     Args:
-        optimizer: a ``mars.MARS``.
+        optimizer: a ``mars.MARS``, also one that Accelerate or Lightning has wrapped.
 
     Examples:
         >>> import torch, mars

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import Any
 
 from mars.dispatch import engine_for, why_not_fused
 from mars.exchange import plan_text
+from mars.optimizer import MARS
 from mars.rule import KINDS
 from mars.sharding import layout_of
 from mars.state import kind_of
 from mars.table import format_table
 
-if TYPE_CHECKING:
-    from mars.optimizer import MARS
-
 
 def explain(optimizer: MARS) -> str:
     """A table of engines: a line for each group, rule, engine and reason.
 
-    Where ranks share Newton–Schulz, a second one says who orthogonalises what.
+    Where ranks share Newton–Schulz, a second one says who orthogonalises what. An optimizer that
+    Accelerate or Lightning has wrapped is taken, too.
 
     Examples:
         >>> import torch, mars
@@ -28,9 +27,17 @@ def explain(optimizer: MARS) -> str:
         0      mars-adamw         1  cpu     on cpu: it needs a CUDA device
         0      plain-adamw        1  cpu     on cpu: it needs a CUDA device
     """
+    optimizer = unwrapped(optimizer)
     table = format_table(engine_rows(optimizer), right=(2,))
     plan = plan_text(optimizer.param_groups, optimizer._ranks)
     return f"{table}\n\n{plan}" if plan else table
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The MARS in what a trainer has made of it: Accelerate and Lightning call it ``optimizer``."""
+    while not isinstance(optimizer, MARS) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def engine_rows(optimizer: MARS) -> list[tuple[str, ...]]:
