@@ -71,6 +71,9 @@ def parse(kind: type[T], words: list[str], prog: str, about: str, default: Any =
     if isinstance(parsed, Run):
         if {"--loop.steps", "--loop.epochs"} <= set(words) and parsed.loop.epochs is not None:
             raise UsageError("give --loop.steps or --loop.epochs, not both")
+        for name in parsed.optimizer.options if parsed.optimizer.name.startswith("mars-") else ():
+            if getattr(parsed.optimizer, name, None) is not None:
+                raise UsageError(f"--optimizer.options {name}: say --optimizer.{name}")
         if kept:
             parsed = parsed.replace(optimizer={"options": {**kept, **parsed.optimizer.options}})
     return parsed
@@ -132,6 +135,8 @@ def _explained(said: str, words: list[str], kind: type, default: Any) -> str:
         off = re.sub(r"^(--(?:.*\.)?)", r"\1no-", on)
         if value == unknown[1] and on[:2] == "--" and _type_of(on, kind, default) is bool:
             return f"{on} is a switch, it takes no value; {off} turns it off"
+    if not re.search(r"[ ,]-", said.split(" (perhaps ")[0]):
+        return f"{unknown[1]!r} is a word too many: quote a text that has spaces, and a glob"
     near = _short(unknown[1], default)
     return f"{said.split(' (perhaps ')[0]} (perhaps {near}?)" if near else said
 
