@@ -163,6 +163,17 @@ def test_a_file_without_a_recipe_is_refused(tmp_path: Path, capsys: Capture) -> 
     assert "unknown recipe 'gpt-tinny': did you mean gpt-tiny?" in capsys.readouterr().err
 
 
+def test_data_in_place_of_a_recipe_are_told(tmp_path: Path, capsys: Capture) -> None:
+    book, made = tmp_path / "book.txt", tmp_path / "made"
+    book.write_text("To be, or not to be. " * 50)
+    assert main(["data", str(book), "--out", str(made), "--tokenizer", "bytes"]) == 0
+    for path in (book, made):
+        for command in ("train", "race", "tune"):
+            assert main([command, str(path)]) == 1
+            said = capsys.readouterr().err
+            assert f"{path} holds no recipe: data are given as --data.source {path}, after" in said
+
+
 def test_without_the_extra_a_command_says_what_it_needs(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

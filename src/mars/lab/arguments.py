@@ -231,8 +231,9 @@ def _named_run(name: str, optimizer: str | None) -> Run:
     path = Path(name)
     if path.is_dir():
         if not (path / "config.json").exists():
-            is_race = (path / "race.json").exists()
-            held = "a race: `mars race` resumes it" if is_race else "no run"
+            held = "a race: `mars race` resumes it" if (path / "race.json").exists() else "no run"
+            if (path / "manifest.json").exists() and not (path / "training.pt").exists():
+                held = _as_data(path)  # what else has a manifest is a checkpoint
             raise LabError(f"{path} holds {held}")
         run = overridden(_read(path / "config.json"), optimizer)
         return run.replace(keep={"out": name})
@@ -250,7 +251,13 @@ def _named_run(name: str, optimizer: str | None) -> Run:
         # Not the directory of the recipe's own runs, which have other settings.
         out = run.keep.out or f"runs/{path.resolve().parent.name}-{path.stem}"
         return run.replace(keep={"out": out})
+    if path.is_file() and name not in recipes.RECIPES:
+        raise LabError(f"{path} holds {_as_data(path)}")
     return recipes.make(name, optimizer)
+
+
+def _as_data(path: Path) -> str:
+    return f"no recipe: data are given as --data.source {path}, after one (gpt-tiny, say)"
 
 
 def _read(path: Path) -> dict[str, Any]:
