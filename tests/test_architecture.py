@@ -33,7 +33,7 @@ LINES = (
     "lab.hardware lab.workers lab.crew lab.tasks lab.huggingface",
     "lab.loading lab.wrapping lab.loop lab.session",
     "lab.train lab.progress lab.sample lab.converting",
-    "lab.describe lab.pool lab.arguments lab.evaluation lab.huggingface.command "
+    "lab.describe lab.moved lab.pool lab.arguments lab.evaluation lab.huggingface.command "
     "lab.huggingface.writing",
     "lab.race lab.tune lab.search lab.trial lab.findings lab.planner lab.study",
     "lab.doctor",

@@ -225,6 +225,33 @@ def test_train_resume_and_dry_run(tmp_path: Path, capsys: Capture) -> None:
     assert "holds a run with loop.steps = 6, not 5" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_run_goes_on_where_its_data_are_now(tmp_path: Path, capsys: Capture, apart: bool) -> None:
+    before, now, valid = (tmp_path / name for name in ("a.txt", "b.txt", "v.txt"))
+    text = "To be, or not to be, that is the question. " * 60
+    before.write_text(text)
+    valid.write_text(text[7:])
+    where = str(tmp_path / "run")
+    more = ["--data.valid", str(valid)] if apart else []
+    first = ["train", given(tmp_path), "--loop.steps", "4"]
+    assert main([*first, "--data.source", str(before), *more]) == 0
+    before.rename(now)
+    on = ["train", where, "--loop.steps", "6"]
+    assert main(on) == 1
+    assert "a.txt" in capsys.readouterr().err
+    # Other data are refused, as ever.
+    other = tmp_path / "other.txt"
+    other.write_text(text.upper())
+    assert main([*on, "--data.source", str(other)]) == 1
+    assert "holds a run with data.source" in capsys.readouterr().err
+    assert main([*on, "--data.source", str(now)]) == 0
+    captured = capsys.readouterr()
+    assert f"the data of {where} are in {now} now, and the same" in captured.err
+    assert "resumed from step-00000004" in captured.err
+    assert "done at step 6" in captured.out
+    assert main(["train", where, "--loop.steps", "8"]) == 0  # it is kept in mind
+
+
 def test_a_run_that_was_killed_before_its_first_checkpoint_says_that_it_starts_again(
     tmp_path: Path, capsys: Capture
 ) -> None:

@@ -184,6 +184,23 @@ def test_data_that_are_gone_do_not_keep_a_finished_race_from_being_told(
     assert main(["race", "gpt-tiny", *words]) == 0
 
 
+def test_a_race_goes_on_where_its_data_are_now(tmp_path: Path, capsys: Capture) -> None:
+    path, text = tmp_path / "given.json", tmp_path / "a.txt"
+    path.write_text(json.dumps({**to_json(run(tmp_path / "unused", steps=2)), "recipe": "mini"}))
+    text.write_text("To be, or not to be, that is the question. " * 60)
+    words = ["race", str(path), "--jobs", "1", "--out", str(tmp_path / "race")]
+    words += ["--optimizers", "adamw", "--data.source"]
+    assert main([*words, str(text), "--seeds", "1"]) == 0
+    text = text.rename(tmp_path / "b.txt")
+    capsys.readouterr()
+    assert main([*words, str(text), "--seeds", "2"]) == 0
+    assert f"are in {text} now, and the same" in capsys.readouterr().err
+    text.write_text(text.read_text().upper())
+    other = text.rename(tmp_path / "c.txt")
+    assert main([*words, str(other), "--seeds", "2"]) == 1
+    assert "holds a race with data.source" in capsys.readouterr().err
+
+
 class Breaks(torch.optim.SGD):
     """Somebody's optimizer with a bug."""
 

@@ -45,7 +45,7 @@ def _race(words: list[str]) -> int:
 
 
 def _train(words: list[str]) -> int:
-    from mars.lab import arguments
+    from mars.lab import arguments, moved
     from mars.lab.describe import describe
     from mars.lab.parallel import own_rank
     from mars.lab.progress import Progress
@@ -87,6 +87,7 @@ def _train(words: list[str]) -> int:
     if own_rank() > 0:
         train(run, command=command, extend=True)
         return 0
+    moved.follow(run)
     begun = (Path(run.directory) / "log.jsonl").exists()
     with Progress(run.loop.steps, begun) as progress:
         try:

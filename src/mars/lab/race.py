@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mars.lab import arguments, recipes, tasks
+from mars.lab import arguments, moved, recipes, tasks
 from mars.lab.config import Run, check, read_config, to_json
 from mars.lab.differences import first_difference
 from mars.lab.errors import INTERRUPTED, LabError
@@ -177,10 +177,12 @@ def origins(jobs: list[Job]) -> list[str]:
 
 def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
     """Run what has not been run yet, then tell and report."""
-    moved = args.keep.out if args.keep.out != base.keep.out else None
-    directory = Path(moved or f"runs/race-{base.recipe}").expanduser()
+    chosen = args.keep.out if args.keep.out != base.keep.out else None
+    directory = Path(chosen or f"runs/race-{base.recipe}").expanduser()
     jobs = plan(args, base, asked, directory)
     _check_optimizers(jobs)
+    for job in jobs:
+        moved.follow(job.run)
     _check_begun(jobs, directory)
     _check_data(jobs, directory)
     if len(args.rates) == 1:
