@@ -244,6 +244,28 @@ def test_nothing_is_resolved_before_rates_are_bracketed_and_seeds_run() -> None:
     assert judge(of, known)[0].state == "holds"
 
 
+def test_a_lead_that_a_rate_between_two_rungs_may_undo_is_not_resolved() -> None:
+    """By a parabola through 3.1, 3.0 and 3.5 the baseline is 0.033 lower at 0.83 times its rate."""
+    of = study()
+    sides = {"AdamW": (0.1, 0.5), "MARS": (0.5, 0.5)}
+
+    def at(lead: float) -> Judged:
+        losses = {
+            (label, lr): 3.0 + more - (lead if label == "MARS" else 0.0)
+            for label, (below, above) in sides.items()
+            for lr, more in {5e-3: below, 1e-2: 0.0, 2e-2: above}.items()
+        }
+        (found,) = judge(
+            of, [result(of, *key, seed, x) for key, x in losses.items() for seed in range(3)]
+        )
+        return found
+
+    assert at(0.04).state == "holds"
+    assert at(0.03).state == "not resolved"
+    assert at(0.03).why == "AdamW may end 0.033 lower at 0.00707, between two rates tried"
+    assert at(-0.03).state == "does not hold"  # a better baseline does not make it true
+
+
 def test_a_difference_of_differences_is_paired_too() -> None:
     labels = ("A, small", "M, small", "A, large", "M, large")
     of = study(

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from mars.lab.report.statistics import spread
@@ -15,6 +15,9 @@ from mars.lab.study.results import Result
 
 CLOSE = 1.1  # a rate this much farther than the next rung still counts as next
 NEAR = 2.0  # standard deviations within which two rates may be equally good
+HALF = 0.5  # of a rung: how far from the best rate a better one is looked for in the end
+
+Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,10 @@ class Ladder:
         return worse * math.sqrt(len(shared)) / self.noise
 
     def beside(self, lr: float) -> tuple[float | None, float | None]:
-        """The tried rates next below and above; None where the next rung was not tried."""
+        """The tried rates a rung below and above, or next to that; None where none was tried."""
         reach = self.arm.factor * CLOSE
-        below = max((r for r in self.losses if lr / reach <= r < lr), default=None)
-        above = min((r for r in self.losses if lr < r <= lr * reach), default=None)
+        below = min((r for r in self.losses if lr / reach <= r < lr), default=None)
+        above = max((r for r in self.losses if lr < r <= lr * reach), default=None)
         return below, above
 
     def behind(self, lr: float) -> float:
@@ -115,20 +118,56 @@ class Ladder:
 
     def vertex(self, seed: int) -> float | None:
         """The best rate of one seed between rungs: a parabola in log(lr) through three of them."""
-        best = self.best
-        below, above = self.beside(best) if best is not None else (None, None)
-        if best is None or below is None or above is None or not self.sloped:
+        points = self._beside_best([seed])
+        if points is None:
             return None
-        if any(seed not in self.losses[lr] for lr in (below, best, above)):
-            return None
-        points = [(math.log(lr), self.losses[lr][seed]) for lr in (below, best, above)]
-        (a, fa), (b, fb), (c, fc) = points
-        left, right = (fb - fa) / (b - a), (fc - fb) / (c - b)
-        if right <= left:  # not a valley: for this seed the better end of the three
+        (a, fa), _, (c, fc) = points
+        found = lowest(points)
+        if found is None:  # not a valley: for this seed the better end of the three
             return math.exp(a if fa < fc else c)
-        # The slope of the parabola is left at the middle of the first pair, right at the second's.
-        top, end = (a + b) / 2, (b + c) / 2
-        return math.exp(min(max(top - left * (end - top) / (right - left), a), c))
+        return math.exp(min(max(found[0], a), c))
+
+    def between(self) -> tuple[float, float] | None:
+        """The rate half a rung from the best where the same parabola is lower by more than noise,
+        and by how much; None where it is not, or where a rate so near has been tried.
+        """
+        best = self.best
+        if best is None or not self.bracketed:
+            return None
+        tried = [lr for lr in (best, *self.beside(best)) if lr is not None]
+        shared = set.intersection(*(set(self.losses[lr]) for lr in tried))
+        points = self._beside_best(sorted(shared))
+        found = lowest(points) if points is not None else None
+        if points is None or found is None:
+            return None
+        gain, side = points[1][1] - found[1], 1 if found[0] > points[1][0] else -1
+        rungs = [side * math.log(lr / best, self.arm.factor) for lr in self.losses]
+        if gain <= self.noise or any(0 < rung < HALF * CLOSE for rung in rungs):
+            return None
+        return float(f"{best * self.arm.factor ** (side * HALF):.3g}"), gain
+
+    def _beside_best(self, seeds: Sequence[int]) -> list[Point] | None:
+        """log(lr) and mean loss of the best rate and of those beside it, if all have the seeds."""
+        best = self.best
+        rates = (*self.beside(best), best) if best is not None else (None,)
+        known = sorted(lr for lr in rates if lr is not None)
+        if None in rates or not self.sloped or not seeds:
+            return None
+        if any(seed not in self.losses[lr] for lr in known for seed in seeds):
+            return None
+        return [(math.log(lr), fmean(self.losses[lr][seed] for seed in seeds)) for lr in known]
+
+
+def lowest(points: Sequence[Point]) -> Point | None:
+    """The bottom of the parabola through three points from left to right; None: it is no valley."""
+    (a, fa), (b, fb), (c, fc) = points
+    left, right = (fb - fa) / (b - a), (fc - fb) / (c - b)
+    if right <= left:
+        return None
+    # The slope of the parabola is left at the middle of the first pair, right at the second's.
+    top, end = (a + b) / 2, (b + c) / 2
+    x = top - left * (end - top) / (right - left)
+    return x, fb - (right - left) / (c - a) * (b - x) ** 2
 
 
 def ladders(study: Study, results: Sequence[Result]) -> dict[str, Ladder]:

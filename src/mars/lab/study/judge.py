@@ -15,6 +15,7 @@ from mars.lab.study.results import Result
 
 State = Literal["holds", "does not hold", "not resolved"]
 MOST = 1000  # seeds that anybody would ask for
+SIGNS = (1, -1, -1, 1)  # of the arms of a comparison, in its difference
 _t = cache(t_quantile)
 
 
@@ -56,11 +57,11 @@ def _judge(c: Comparison, found: Mapping[str, Ladder], seeds: int) -> Judged:
     n = len(differences)
     if d is None or n < seeds or d.low is None or d.high is None:
         return Judged(c, "not resolved", d, f"{n} of {seeds} seeds have been run", seeds - n)
+    state = _state(d.low, d.high, c.claim)
+    if state != "not resolved":
+        doubt = _between_rates(c, found, d.low, d.high) if c.claim.kind != "rate" else ""
+        return Judged(c, "not resolved", d, doubt) if doubt else Judged(c, state, d)
     low, high = _claimed(c.claim)
-    if low < d.low and d.high < high:
-        return Judged(c, "holds", d)
-    if d.high < low or d.low > high:
-        return Judged(c, "does not hold", d)
     needed = seeds_needed(list(differences.values()), low, high)
     if needed is None:
         why = "the interval contains the claim's limit, and no number of seeds can be named"
@@ -75,11 +76,31 @@ def _differences(c: Comparison, found: Mapping[str, Ladder]) -> dict[int, float]
     """By seed, what the claim is about."""
     values = [_values(c.claim, found[label]) for label in c.arms]
     shared = set.intersection(*(set(own) for own in values))
-    signs = (1, -1, -1, 1)
     return {
-        seed: math.fsum(sign * own[seed] for sign, own in zip(signs, values, strict=False))
+        seed: math.fsum(sign * own[seed] for sign, own in zip(SIGNS, values, strict=False))
         for seed in sorted(shared)
     }
+
+
+def _between_rates(c: Comparison, found: Mapping[str, Ladder], low: float, high: float) -> str:
+    """Which arm may undo what an interval says, by a rate between those that were tried; or ""."""
+    for sign in (1, -1):
+        own = [label for s, label in zip(SIGNS, c.arms, strict=False) if s == sign]
+        promised = {label: between for label in own if (between := found[label].between())}
+        gains = math.fsum(gain for _, gain in promised.values())
+        moved = (low - gains, high) if sign > 0 else (low, high + gains)
+        if _state(*moved, c.claim) != _state(low, high, c.claim):
+            label, (rate, gain) = max(promised.items(), key=lambda item: item[1][1])
+            return f"{label} may end {gain:.3f} lower at {rate:g}, between two rates tried"
+    return ""
+
+
+def _state(low: float, high: float, claim: Claim) -> State:
+    """What an interval says about a claim."""
+    least, most = _claimed(claim)
+    if least < low and high < most:
+        return "holds"
+    return "does not hold" if high < least or low > most else "not resolved"
 
 
 def _values(claim: Claim, ladder: Ladder) -> dict[int, float]:

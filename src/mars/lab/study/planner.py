@@ -1,9 +1,10 @@
 """Which runs to do next: a pure function of study, results and time.
 
 First a ladder of rates for each arm at seed 0, thriftily: a rate and the next one, then whichever
-neighbour of the best is missing, and on while those on a side are within noise of it. Then further
-seeds at the best rate, then at rates so near that the choice is within noise, or at its neighbours
-where the claim is about rates. Arms whose comparisons are all settled come last.
+neighbour of the best is missing, and on while those on a side are within noise of it. Then half a
+rung from the best, if a parabola promises more than noise there and a comparison depends on it.
+Then further seeds at the best rate, then at rates so near that the choice is within noise, or at
+its neighbours where the claim is about rates. Arms whose comparisons are all settled come last.
 """
 
 from __future__ import annotations
@@ -58,13 +59,14 @@ def wanted(study: Study, results: Sequence[Result], seeds: int | None = None) ->
     about_rates = {label for c in study.comparisons if c.claim.kind == "rate" for label in c.arms}
     runs = []
     for place, arm in enumerate(study.arms):
-        many = max(study.seeds, seeds or 0) if arm.label in undecided else study.seeds
-        for want in _of_arm(found[arm.label], range(many), arm.label in about_rates):
-            runs.append(((arm.label not in undecided, want.stage, want.seed, place), want))
+        is_open = arm.label in undecided
+        many = max(study.seeds, seeds or 0) if is_open else study.seeds
+        own = _of_arm(found[arm.label], range(many), is_open, arm.label in about_rates)
+        runs += [((not is_open, want.stage, want.seed, place), want) for want in own]
     return [want for _, want in sorted(runs, key=lambda pair: pair[0])]
 
 
-def _of_arm(ladder: Ladder, seeds: range, about_rates: bool) -> list[Wanted]:
+def _of_arm(ladder: Ladder, seeds: range, is_open: bool, about_rates: bool) -> list[Wanted]:
     arm, missing, best = ladder.arm, ladder.missing(), ladder.best
     if missing:
         if not ladder.losses:
@@ -73,6 +75,8 @@ def _of_arm(ladder: Ladder, seeds: range, about_rates: bool) -> list[Wanted]:
         return [Wanted(arm, lr, 0, Stage.LADDER) for lr in missing]
     if best is None:
         return []
+    if is_open and (between := ladder.between()) is not None:
+        return [Wanted(arm, between[0], 0, Stage.LADDER)]
     runs = [Wanted(arm, best, s, Stage.SEEDS) for s in seeds if s not in ladder.losses[best]]
     rivals = ladder.rivals()
     if about_rates:
