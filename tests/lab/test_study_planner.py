@@ -18,6 +18,7 @@ from mars.lab.study.estimates import estimate
 from mars.lab.study.judge import judge
 from mars.lab.study.packing import Packing
 from mars.lab.study.planner import Stage, Wanted, pick, wanted
+from mars.lab.study.stretch import packed
 
 
 def valley(best: dict[str, float], diverges: float = math.inf, noise: float = 0.0):
@@ -283,3 +284,22 @@ def test_packing_waits_for_all_readings_and_obeys() -> None:
     assert packing.observe([1.0]) == 2  # the second has not begun
     assert packing.observe([1.0, None]) == 2
     assert Packing(5).observe([1.0]) == 5
+
+
+@pytest.mark.parametrize(
+    ("at_once", "number"),
+    [
+        ([], None),
+        ([1, 1], None),  # a CPU's, or nothing was tried yet
+        ([1, 2, 3, 2, 2, 2], 2),
+        ([2, 2, 2, 1], 2),  # the last of a stretch, for which there was time alone only
+        ([1, 2, 1, 1], 1),  # two were not worth it
+        ([1, 2, 3, 1], None),
+    ],
+)
+def test_the_next_stretch_begins_with_as_many_runs_as_usual(
+    at_once: list[int], number: int | None
+) -> None:
+    of = study()
+    runs = [result(of, "AdamW", 1e-2, i, 3.0, at_once=n) for i, n in enumerate(at_once)]
+    assert packed(runs) == number

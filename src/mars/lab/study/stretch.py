@@ -6,6 +6,7 @@ import os
 import queue
 import shutil
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
@@ -32,8 +33,15 @@ PATIENCE = 60.0  # seconds for runs to be saved after Ctrl-C
 
 
 def packed(results: Sequence[Result]) -> int | None:
-    """How many runs went together when that was tried; None: it has to be tried."""
-    return results[-1].at_once if any(r.at_once > 1 for r in results) else None
+    """How many runs went together mostly, since that was tried; None: it has to be tried.
+
+    Not the last number: when the time is nearly up, one more run goes alone.
+    """
+    counts = Counter(result.at_once for result in results)
+    if not counts or max(counts) == 1:
+        return None
+    usual, times = counts.most_common(1)[0]
+    return usual if 2 * times > len(results) else None
 
 
 def age() -> float:
