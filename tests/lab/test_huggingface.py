@@ -283,6 +283,22 @@ def test_a_converted_checkpoint_is_exported(trained: Path, tmp_path: Path) -> No
     assert "| steps | 12 of 12 |" in (out / "README.md").read_text()
 
 
+def test_a_converted_checkpoint_is_converted_again(trained: Path, tmp_path: Path) -> None:
+    """In its place or to another: it keeps its configuration, and nothing around it is touched."""
+    elsewhere, again = tmp_path / "models" / "mine", tmp_path / "again"
+    convert_command(ConvertArgs(load(str(trained)).checkpoint, "sharded", elsewhere))
+    (tmp_path / ".tmp-of-somebody").touch()
+    convert_command(ConvertArgs(elsewhere, "single", again))
+    convert_command(ConvertArgs(elsewhere, "single"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".tmp-of-somebody", "again", "models"]
+    weights = [
+        torch.cat([p.flatten() for p in load(str(path)).model.parameters()])
+        for path in (trained, elsewhere, again)
+    ]
+    assert torch.equal(weights[1], weights[0])
+    assert torch.equal(weights[2], weights[0])
+
+
 def test_a_failed_export_leaves_nothing(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ from mars.lab.retention import MODEL, OPTIMIZER, TRAINING
 from mars.lab.rundir import RunDirectory, reason, temporary_name
 from mars.lab.sealed import CheckpointError
 
+CONFIG = "config.json"  # of the run; what is put elsewhere takes it along
 Files = dict[str, Callable[[sealed.HashedFile], object]]
 
 
@@ -49,9 +50,10 @@ def convert_command(args: ConvertArgs) -> Path:
     if args.out is not None and args.out.exists():
         raise LabError(f"{args.out} is there already")
     final = path if args.out is None else args.out.resolve()
-    run = path.parent.parent
+    run, moved = path.parent.parent, (path / CONFIG).is_file()  # one that was put elsewhere
+    config = (path if moved else run) / CONFIG
     # Nobody trains there while a checkpoint is replaced.
-    owned = RunDirectory(run).lock() if args.out is None and run.is_dir() else nullcontext()
+    owned = RunDirectory(run).lock() if args.out is None and not moved else nullcontext()
     temporary = temporary_name(final)
     with owned:
         manifest = sealed.verify(path)
@@ -61,8 +63,8 @@ def convert_command(args: ConvertArgs) -> Path:
         try:
             temporary.mkdir(parents=True)
             (_to_shards if args.to == "sharded" else _to_one)(path, manifest, temporary)
-            if args.out is not None and (run / "config.json").is_file():
-                shutil.copy(run / "config.json", temporary)
+            if (args.out is not None or moved) and config.is_file():
+                shutil.copy(config, temporary)
             retention.publish(temporary, final)
         except OSError as error:
             raise CheckpointError(
