@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,13 @@ def test_shards_divide_by_ranks_and_round_rows_up() -> None:
     S = models.Shape
     assert memory.local_shapes([S((97, 4)), S((3,))], 8) == [S((13, 4)), S((1,))]
     assert memory.padded_elements([S((97, 4))], 8) == 8 * 13 * 4
+
+
+@pytest.mark.parametrize(("node", "enough"), [(8, 32), (6, 36), (10, 20)])
+def test_what_does_not_fit_is_tried_on_whole_nodes(node: int, enough: int) -> None:
+    cluster = Cluster(gpus.find("h100"), node, node, "fsdp2")
+    planned = replace(job("llama-70b", batch=64, recompute=True), cluster=cluster)
+    assert predict.fits_from(planned, OPTIMIZERS["adamw"]) == enough
 
 
 def test_traffic_of_a_step_by_hand() -> None:

@@ -295,18 +295,19 @@ def predict(job: Job, optimizer: Optimizer) -> Prediction:
 
 
 def _larger(job: Job) -> Iterator[Job]:
-    gpus = 2
-    while gpus <= MOST_GPUS:
-        node = min(job.cluster.node, gpus)
+    power = 2
+    while power <= MOST_GPUS:
+        node = min(job.cluster.node, power)
+        gpus = -(-power // node) * node  # whole nodes
         cluster = dataclasses.replace(job.cluster, gpus=gpus, node=node, strategy="fsdp2")
         batch = max(job.batch, gpus * job.micro_batch)
-        if gpus % node == 0:
-            yield dataclasses.replace(job, cluster=cluster, batch=batch)
-        gpus *= 2
+        yield dataclasses.replace(job, cluster=cluster, batch=batch)
+        power *= 2
 
 
 def fits_from(job: Job, optimizer: Optimizer) -> int | None:
-    """The smallest power of two of GPUs that hold it by FSDP2, a pass as large as now."""
+    """The smallest power of two of GPUs, filled up to whole nodes, that hold it by FSDP2, a pass as
+    large as now."""
     for larger in _larger(job):
         if rank_memory(larger, optimizer).room(job.cluster.gpu) >= 0:
             return larger.cluster.gpus
