@@ -30,6 +30,7 @@ from mars.lab.config import (
     to_json,
 )
 from mars.lab.errors import LabError
+from mars.lab.images.preparation import prepare_images
 from mars.lab.log import read
 from mars.lab.muon import Muon
 from mars.lab.optimizers import REGISTRY, build
@@ -151,6 +152,18 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
         tasks.of(own.replace(model={"classes": 7})).open()
     with pytest.raises(LabError, match=r"give --model\.channels 1 --model\.size 8"):  # all at once
         tasks.of(own.replace(model={"channels": 3, "size": 16})).open()
+
+
+def test_validation_by_other_classes_is_refused(tmp_path: Path) -> None:
+    """Labels are numbers: in another order they would mean other things, and nobody would see."""
+    prepare_images("digits", tmp_path / "held")
+    own = run(tmp_path).replace(data={"valid": str(tmp_path / "held")})
+    assert tasks.of(own).open().held_out == 360
+    manifest = tmp_path / "held" / "manifest.json"
+    values = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**values, "classes": values["classes"][::-1]}))
+    with pytest.raises(LabError, match=r"other classes than digits.*: '9' where that has '0'"):
+        tasks.of(own).open()
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,12 @@ class Vision(Task):
         valid = open_images(self.data.valid or self.data.source, "valid")
         for images in (train, valid):
             self._check(images)
+        for held, seen in zip(valid.classes, train.classes, strict=True):  # labels are numbers
+            if held != seen:
+                raise LabError(
+                    f"{valid.source} has other classes than {train.source}, or in another order: "
+                    f"{held!r} where that has {seen!r}"
+                )
         self.epoch_rows, self.held_out = len(train.labels), len(valid.labels)
         self.train, self.valid = (
             Source(images.source, len(images.labels), images.sha256) for images in (train, valid)
