@@ -1,4 +1,4 @@
-"""What a person sees of a stretch: a bar a run in a terminal, a line a finished run elsewhere."""
+"""What a person sees of a stretch: a bar a run in a terminal, a line at its ends elsewhere."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class Display(Shown):
     def add(self, name: str, steps: int) -> None:
         if self.bar is not None:
             self.lines[name] = self.bar.add_task(name, total=steps, status="")
+        else:
+            self.say(f"{name}: {steps} steps begun")
 
     def advance(self, name: str, step: int, left: float | None) -> None:
         """A run stands at a step; all that is known to be wanted takes so long."""
