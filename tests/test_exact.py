@@ -371,6 +371,31 @@ def test_the_protocol_may_begin_after_any_steps(closures: int, approximate: int)
         follow_protocol(optimizer, model, batches, range(1, 4))
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_protocol_may_be_left_for_closures_and_begin_again(resumed: bool) -> None:
+    """Closures keep nothing of it: neither a buffer in checkpoints, nor one taken for a new one."""
+    model, batches = make_model(), make_batches(8)
+    optimizer = MARS(model.parameters(), is_approx=False)
+    follow_protocol(optimizer, model, batches, range(2))
+    if resumed:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    def closure() -> None:
+        optimizer.zero_grad()
+        loss_of(model, batches[2]).backward()
+
+    with pytest.warns(UserWarning, match="this one step is taken without correction"):
+        optimizer.step(closure)
+    optimizer.step(closure)
+    assert not any("previous_grad" in own for own in optimizer.state.values())
+    with pytest.warns(UserWarning, match="this one step is taken without correction"):
+        follow_protocol(optimizer, model, batches, range(4, 5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        follow_protocol(optimizer, model, batches, range(5, 7))
+    assert not any("last_param" in own for own in optimizer.state.values())
+
+
 def test_a_wrong_option_is_found_before_the_closure_runs() -> None:
     p = nn.Parameter(torch.randn(4, 3))
     optimizer = MARS([p], is_approx=False)

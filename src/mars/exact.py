@@ -35,6 +35,7 @@ class Memory:
     def __init__(self, optimizer: MARS) -> None:
         states = [optimizer.state.get(p, {}) for p in optimizer._all()]
         self.previous_is_new = any("previous_grad" in own for own in states)
+        self.stored_previous = False  # since the last step
         self.holds_last_param = any("last_param" in own for own in states)
         # What the last gradients are: "fresh", "used" by a step, or "repeated".
         self.last_grads = "used" if self.holds_last_param else "fresh"
@@ -134,10 +135,14 @@ def _evaluate_there(
 def remember(optimizer: MARS, with_closure: bool) -> None:
     """Before the update: keep x for the next closure, or make the protocol's buffer."""
     corrected, memory = _corrected(optimizer), optimizer._exact
+    stored, memory.stored_previous = memory.stored_previous, False
     if with_closure and corrected:
         # All of them, also those that AdamW trains: the next h is a gradient at the whole of x.
         for p, own in _states(optimizer):
             own["last_param"] = _store(own.get("last_param"), p)
+            if not stored:  # of steps of the protocol, which this is none of
+                own.pop("previous_grad", None)
+        memory.previous_is_new = memory.previous_is_new and stored
         memory.last_grads = "used"
         memory.holds_last_param = True
         return
@@ -190,7 +195,7 @@ def store_previous(optimizer: MARS) -> None:
     corrected, memory = _corrected(optimizer), optimizer._exact
     if corrected:
         optimizer._check_gradients()
-        memory.previous_is_new = True
+        memory.previous_is_new = memory.stored_previous = True
     for p in corrected:
         if p.grad is not None:
             own = optimizer.state[p]
