@@ -8,6 +8,7 @@ results to all. In both cases a rank works on its share alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -156,14 +157,11 @@ class _Scattered:
         self.jobs, self.owner, self.group = jobs, owner, group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         costs = tuple(job.cost for job in jobs)
-        count = min(ROUNDS, max(owner.count(rank) for rank in range(self.world)))
-        turn = rounds(costs, owner, count)
+        count = min(ROUNDS, max(Counter(owner).values()))
         # Whose matrices go where in which round: indices, by owner.
-        self.turns = [
-            [[i for i in range(len(jobs)) if (turn[i], owner[i]) == (now, rank)]
-             for rank in range(self.world)]
-            for now in range(count)
-        ]  # fmt: skip
+        self.turns: list[list[list[int]]] = [[[] for _ in range(self.world)] for _ in range(count)]
+        for i, now in enumerate(rounds(costs, owner, count)):
+            self.turns[now][owner[i]].append(i)
         self.on_the_way = [self._to_owners(by_owner) for by_owner in self.turns]
 
     def _shapes(self, members: Sequence[int], rank: int) -> list[tuple[int, ...]]:
@@ -236,7 +234,9 @@ class _Shared:
     def __init__(self, jobs: list[Job], owner: tuple[int, ...], group: ProcessGroup | None) -> None:
         self.jobs, self.group = jobs, group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.own = [[i for i, rank in enumerate(owner) if rank == r] for r in range(self.world)]
+        self.own: list[list[int]] = [[] for _ in range(self.world)]
+        for i, r in enumerate(owner):
+            self.own[r].append(i)
 
     def finish(self) -> None:
         mine = [self.jobs[i] for i in self.own[self.rank]]
