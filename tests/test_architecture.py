@@ -35,7 +35,7 @@ LINES = (
     "lab.train lab.progress lab.sample lab.converting",
     "lab.describe lab.moved lab.pool lab.arguments lab.evaluation lab.huggingface.command "
     "lab.huggingface.writing",
-    "lab.race lab.tune lab.search lab.trial lab.findings lab.planner lab.study",
+    "lab.train_command lab.race lab.tune lab.search lab.trial lab.findings lab.planner lab.study",
     "lab.doctor",
     "lab.cli",
     "lab.__main__",

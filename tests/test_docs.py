@@ -93,8 +93,9 @@ def test_commands_are_understood(page: Path) -> None:
     from mars.lab.huggingface.command import ExportArgs
     from mars.lab.race import RaceArgs
     from mars.lab.sample import SampleArgs
+    from mars.lab.train_command import TrainArgs
 
-    kinds = {"train": arguments.TrainArgs, "race": RaceArgs}
+    kinds = {"train": TrainArgs, "race": RaceArgs}
     simple = {"eval": EvalArgs, "export": ExportArgs, "sample": SampleArgs}
     for block in re.findall(r"```sh\n(.*?)```", page.read_text(), flags=re.S):
         for line in block.splitlines():

@@ -12,7 +12,6 @@ import pytest
 from miniature import run
 
 from mars.lab.arguments import (
-    TrainArgs,
     base_run,
     overridden,
     parse,
@@ -24,6 +23,7 @@ from mars.lab.config import to_json
 from mars.lab.log import read
 from mars.lab.models import GPT
 from mars.lab.recipes import RECIPES
+from mars.lab.train_command import TrainArgs
 
 Capture = pytest.CaptureFixture[str]
 

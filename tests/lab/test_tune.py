@@ -16,9 +16,8 @@ import pytest
 from miniature import run
 
 from mars.lab import arguments, log, search
-from mars.lab.arguments import UsageError
 from mars.lab.config import Run, to_json
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, UsageError
 from mars.lab.recipes.settings import Recommendation, recommended
 from mars.lab.report import load
 from mars.lab.rundir import RunDirectory

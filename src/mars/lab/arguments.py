@@ -9,7 +9,7 @@ import io
 import json
 import os
 import re
-from dataclasses import dataclass
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -22,17 +22,12 @@ from mars.lab.config import (
     Run,
     check,
     from_json,
-    read_config,
     to_json,
 )
-from mars.lab.errors import LabError, meant
+from mars.lab.errors import LabError, UsageError, meant
 from mars.lab.rundir import reason
 
 T = TypeVar("T")
-
-
-class UsageError(LabError):
-    """The command line itself is wrong: exit status 2, as is usual."""
 
 
 def parse(kind: type[T], words: list[str], prog: str, about: str, default: Any = None) -> T:
@@ -64,7 +59,7 @@ def parse(kind: type[T], words: list[str], prog: str, about: str, default: Any =
             )
     except SystemExit as stop:
         if stop.code in (0, None):  # --help has been printed
-            print_out(help_.getvalue())
+            sys.stdout.write(help_.getvalue())
             raise
         said = _explained(_one_line(errors.getvalue()), words, kind, default)
         raise UsageError(f"{said}; see {prog} --help") from None
@@ -198,7 +193,7 @@ def recipe_of(
     if default is None:
         known = "".join(f"\n  {name:22} {r.about}" for name, r in recipes.RECIPES.items())
         if any(word in ("-h", "--help") for word in words):
-            print_out(
+            sys.stdout.write(
                 f"usage: {prog} RECIPE [options]\n\n{about}\n\n"
                 "RECIPE is one of those below, a JSON file with fields to override "
                 f"(as `mars tune` writes it),\nor the directory of a run to go on with. "
@@ -208,12 +203,6 @@ def recipe_of(
         known = ", ".join(recipes.RECIPES)
         raise UsageError(f"{prog} needs a recipe, as its first word: {known}")
     return default, words
-
-
-def print_out(text: str) -> None:
-    import sys
-
-    sys.stdout.write(text)
 
 
 def base_run(name: str, words: list[str]) -> Run:
@@ -304,14 +293,6 @@ def _plain(values: dict[str, Any]) -> Run:
     return Run(model=ImageModel(), data=ImageData()) if images else Run()
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainArgs(Run):
-    """Train one model by one optimizer."""
-
-    dry_run: bool = False
-    """Print the resolved configuration, routing, memory and budget, and stop."""
-
-
 def counted(args: AnyRun, base: Run) -> AnyRun:
     """With steps for epochs. Where steps were changed and epochs were not, steps are meant."""
     if args.loop.steps != base.loop.steps and args.loop.epochs == base.loop.epochs:
@@ -331,25 +312,6 @@ def fitted(args: AnyRun, base: Run) -> AnyRun:
     warmup = base.schedule.warmup_steps * steps // before
     schedule = dataclasses.replace(args.schedule, warmup_steps=warmup)
     return dataclasses.replace(args, schedule=schedule)
-
-
-def not_fewer(run: Run, begun: Run) -> None:
-    """Refuse to go on with a run to fewer steps than it was begun for."""
-    if run.loop.steps < begun.loop.steps:
-        raise LabError(
-            f"{run.directory} holds a run with loop.steps = {begun.loop.steps}, not "
-            f"{run.loop.steps}: it can go on to more, not to fewer; choose another --out"
-        )
-
-
-def extending(run: Run) -> Run:
-    """With the warm-up that the run in its directory has had, if there is one."""
-    path = Path(run.directory) / "config.json"
-    if not path.is_file():
-        return run
-    begun = read_config(path)
-    not_fewer(run, begun)
-    return run.replace(schedule={"warmup_steps": begun.schedule.warmup_steps})
 
 
 def as_run(args: Run) -> Run:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import errno
 import io
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import NoReturn
 
-from mars.lab.errors import INTERRUPTED, Elsewhere, LabError, meant, unexpected
+from mars.lab.errors import INTERRUPTED, Elsewhere, LabError, UsageError, meant
 
 USAGE = """usage: mars COMMAND [options]
 
@@ -38,91 +36,8 @@ To begin:  mars race                    (no data, no GPU needed)
 """
 
 
-def _race(words: list[str]) -> int:
-    from mars.lab.race import race_command
-
-    return race_command(words)
-
-
-def _train(words: list[str]) -> int:
-    from mars.lab import arguments, moved
-    from mars.lab.describe import describe
-    from mars.lab.parallel import own_rank
-    from mars.lab.progress import Progress
-    from mars.lab.recipes import RECIPES
-    from mars.lab.report import fit, units
-    from mars.lab.train import train
-
-    command = shlex.join(["mars", "train", *words])
-    what = "Train one model by one optimizer; if interrupted, run the same command to resume."
-    recipe, words = arguments.recipe_of(words, None, "mars train", what)
-    words = arguments.shorthands(words)
-    base = arguments.base_run(recipe, words)
-    default = arguments.with_defaults(arguments.TrainArgs, base)
-    about = (
-        f"Train: {recipe}. Every field can be overridden. --optimizer NAME is short for "
-        "--optimizer.name NAME, and brings the recipe's settings for it."
-    )
-    args = arguments.parse(arguments.TrainArgs, words, f"mars train {recipe}", about, default)
-    # A run directory keeps its schedule; a recipe's warm-up shrinks with its steps.
-    if Path(recipe).is_dir():
-        args = arguments.counted(args, base)
-        if args.directory == base.directory:
-            arguments.not_fewer(args, base)
-    else:
-        args = arguments.fitted(args, base)
-    run = arguments.as_run(args)
-    if recipe in RECIPES and not any("warmup" in word for word in words):
-        run = arguments.extending(run)
-    own = arguments.asked(words, args).get("optimizer", {})
-    if "lr" in own and "lr_1d" not in own and run.optimizer.lr_1d is not None and own_rank() == 0:
-        sys.stderr.write(
-            "! optimizer.lr is for matrices: optimizer.lr_1d, for all else, stays "
-            f"{run.optimizer.lr_1d:g}\n"
-        )
-    if args.dry_run:
-        text = fit.fold(describe(run), fit.room(), "    ")
-        sys.stdout.write(text + "\n" if own_rank() == 0 else "")
-        return 0
-    if own_rank() > 0:
-        train(run, command=command, extend=True)
-        return 0
-    moved.follow(run)
-    begun = (Path(run.directory) / "log.jsonl").exists()
-    with Progress(run.loop.steps, begun) as progress:
-        try:
-            outcome = train(run, command=command, watch=progress, extend=True)
-        except (LabError, OSError):
-            raise
-        except Exception as error:
-            raise LabError(unexpected(error, Path(run.directory))) from error
-    last = "last " * (outcome.status == "stopped")  # it was measured some steps ago
-    loss = "" if outcome.valid is None else f", {last}validation loss {units.loss(outcome.valid)}"
-    right = "" if outcome.accuracy is None else f", accuracy {units.accuracy(outcome.accuracy)}"
-    sys.stdout.write(f"{outcome.status} at step {outcome.step}{loss}{right}: {outcome.directory}\n")
-    if outcome.status == "stopped":
-        saved = run.keep.save_every is not None
-        where = "resumes from there" if saved else "starts again: keep.save_every is None"
-        sys.stdout.write(f"the same command {where}\n")
-        # torchrun would take another status than 0 for a failure, and start all again.
-        return 0 if "TORCHELASTIC_RUN_ID" in os.environ else INTERRUPTED
-    return 0
-
-
-def _tune(words: list[str]) -> int:
-    from mars.lab.tune import tune_command
-
-    return tune_command(words)
-
-
-def _study(words: list[str]) -> int:
-    from mars.lab.study.command import study_command
-
-    return study_command(words)
-
-
 def _plan(words: list[str]) -> int:
-    from mars.lab.arguments import UsageError, parse
+    from mars.lab.arguments import parse
     from mars.lab.planner.command import PlanArgs, plan_command
 
     named = bool(words) and not words[0].startswith("-")
@@ -148,8 +63,19 @@ def _doctor(words: list[str]) -> int:
     return 0
 
 
+def _own(module: str, name: str) -> Callable[[list[str]], int]:
+    """A command whose module has name_command, which reads the words itself; imported when used."""
+
+    def command(words: list[str]) -> int:
+        found = import_module(f"mars.lab.{module}")
+        code: int = getattr(found, f"{name}_command")(words)
+        return code
+
+    return command
+
+
 def _of(module: str, name: str, about: str) -> Callable[[list[str]], int]:
-    """A command whose module has NameArgs and name_command; it is imported when it is asked for."""
+    """A command whose module has NameArgs, and name_command of them; imported when used."""
 
     def command(words: list[str]) -> int:
         from mars.lab.arguments import parse
@@ -176,10 +102,10 @@ PLAIN = (
      "on and sampled from."),
 )  # fmt: skip
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "race": _race,
-    "train": _train,
-    "tune": _tune,
-    "study": _study,
+    "race": _own("race", "race"),
+    "train": _own("train_command", "train"),
+    "tune": _own("tune", "tune"),
+    "study": _own("study.command", "study"),
     "plan": _plan,
     **{name: _of(module, name, about) for module, name, about in PLAIN},
     "doctor": _doctor,
@@ -201,45 +127,60 @@ def main(words: list[str] | None = None) -> int:
         sys.stdout.write(f"mars {mars.__version__}\n")
         return 0
     try:
-        if words[0] != "train" and "TORCHELASTIC_RUN_ID" in os.environ:
-            raise LabError(f"mars {words[0]} is one process: torchrun is for mars train")
-        if words[0] not in COMMANDS:
-            hint = meant(words[0], COMMANDS) or f"known: {', '.join(COMMANDS)}"
-            raise LabError(f"unknown command {words[0]!r}: {hint}")
-        code = COMMANDS[words[0]](words[1:])
-        sys.stdout.flush()
-        return code
+        return _run(words[0], words[1:])
     except LabError as error:
         if _reported_elsewhere(error):
             time.sleep(1.0)  # torchrun ends the others when one has ended: who speaks goes first
-        else:
-            sys.stderr.write(f"mars: error: {error}\n")
-        return 2 if type(error).__name__ == "UsageError" else 1
+            return error.status
+        return _fail(str(error), error.status)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("mars"):
             raise
-        sys.stderr.write(
-            f"mars: error: mars {words[0]} needs {error.name}, which is not installed (pip install "
-            '".[lab]", where the sources are, brings all that is ours)\n'
+        return _fail(
+            f"mars {words[0]} needs {error.name}, which is not installed (pip install "
+            '".[lab]", where the sources are, brings all that is ours)'
         )
-        return 1
     except BrokenPipeError:  # the reader of our output has gone, as in `mars --help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            if error.filename is None:
-                raise
-            from mars.lab.rundir import reason
-
-            sys.stderr.write(f"mars: error: {error.filename!s:.200}: {reason(error)}\n")
-            return 1
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.stderr.write(f"mars: error: the disk is full ({error.filename or 'standard output'})\n")
-        return 1
+        return _refused(error)
     except KeyboardInterrupt:
         sys.stderr.write("mars: interrupted\n")
         return INTERRUPTED
+
+
+def _run(name: str, words: list[str]) -> int:
+    if name != "train" and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise LabError(f"mars {name} is one process: torchrun is for mars train")
+    if name not in COMMANDS:
+        hint = meant(name, COMMANDS) or f"known: {', '.join(COMMANDS)}"
+        raise LabError(f"unknown command {name!r}: {hint}")
+    code = COMMANDS[name](words)
+    sys.stdout.flush()
+    return code
+
+
+def _fail(text: str, status: int = 1) -> int:
+    sys.stderr.write(f"mars: error: {text}\n")
+    return status
+
+
+def _refused(error: OSError) -> int:
+    """What the operating system refuses: a file, by its name and why; of a full disk, the disk."""
+    if error.errno == errno.ENOSPC:
+        _discard_output()
+        return _fail(f"the disk is full ({error.filename or 'standard output'})")
+    if error.filename is None:
+        raise error
+    from mars.lab.rundir import reason
+
+    return _fail(f"{error.filename!s:.200}: {reason(error)}")
+
+
+def _discard_output() -> None:
+    """Standard output takes no more: what Python still holds of it would fail again at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _reported_elsewhere(error: LabError) -> bool:

@@ -9,7 +9,15 @@ INTERRUPTED = 130  # exit status of what was stopped before its end, as a shell 
 
 
 class LabError(Exception):
-    """One clear line for the user; the command prints it and exits with status 1."""
+    """One clear line for the user; the command prints it and exits with this status."""
+
+    status = 1
+
+
+class UsageError(LabError):
+    """The command line itself is wrong: exit status 2, as is usual."""
+
+    status = 2
 
 
 class Diverged(LabError):

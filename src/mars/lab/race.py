@@ -14,7 +14,7 @@ from typing import Any
 from mars.lab import arguments, moved, recipes, tasks
 from mars.lab.config import Run, check, read_config, to_json
 from mars.lab.differences import first_difference
-from mars.lab.errors import INTERRUPTED, LabError
+from mars.lab.errors import INTERRUPTED, LabError, UsageError
 from mars.lab.hardware import choose_device
 from mars.lab.optimizers import build
 from mars.lab.pool import Job, cores, run_all, threads
@@ -50,7 +50,7 @@ def race_command(words: list[str]) -> int:
     recipe, words = arguments.recipe_of(words, "gpt-tiny", "mars race")
     words = arguments.shorthands(words)
     if "--optimizer.name" in words:
-        raise arguments.UsageError("a race has several: --optimizers NAME NAME …")
+        raise UsageError("a race has several: --optimizers NAME NAME …")
     base = arguments.base_run(recipe, words)
     default = arguments.with_defaults(RaceArgs, base)
     about = (

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mars.lab.arguments import UsageError
-from mars.lab.errors import LabError, meant
+from mars.lab.errors import LabError, UsageError, meant
 from mars.lab.planner import models, predict, validate, words
 from mars.lab.planner.gpus import find as find_gpu
 from mars.lab.planner.network import Cluster, check

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mars.lab import arguments, tasks
-from mars.lab.errors import INTERRUPTED, LabError
+from mars.lab.errors import INTERRUPTED, LabError, UsageError
 from mars.lab.optimizers import build
 from mars.lab.report import fit
 from mars.lab.rundir import RunDirectory, write_atomically
@@ -77,7 +77,7 @@ def study_command(words: list[str]) -> int:
         )
     args = arguments.parse(StudyArgs, options, f"mars study {name}", ABOUT)
     if not named:
-        raise arguments.UsageError(f"mars study needs a name: {', '.join(STUDIES)}, variance")
+        raise UsageError(f"mars study needs a name: {', '.join(STUDIES)}, variance")
     return go_on(name, args, shlex.join(["mars", "study", *words]))
 
 
