@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from mars.optimizer import MARS
 
 logger = logging.getLogger("mars")
+
+Group = dict[str, Any]  # of an optimizer
 
 KEPT = ("eps", "amsgrad", "maximize", "foreach", "capturable", "differentiable")
 
@@ -83,41 +86,16 @@ def from_adamw(
             "from_adamw: a scheduler moves the rates of this AdamW, and will not move those of the "
             "MARS made from it. Make the scheduler afterwards, on the MARS"
         )
-    rows = [("group", "parameters", "lr", "weight_decay", "lr of vectors", "betas")]
+    rows: list[tuple[str, ...]] = [
+        ("group", "parameters", "lr", "weight_decay", "lr of vectors", "betas")
+    ]
     groups = []
     for i, group in enumerate(optimizer.param_groups):
-        lr, decay = group["lr"], group["weight_decay"]
-        betas = settings["betas"] if "betas" in options or rule == "published" else group["betas"]
-        factor, factor_1d = _factors(rule, settings, float(betas[0]))
-        new = {name: group[name] for name in ("params", *KEPT) if name in group}
-        new |= {name: group[name] for name in METADATA - {"params"} if name in group}
-        for name in ("initial_lr", "max_lr", "min_lr", "swa_lr"):
-            if name in group:
-                new[name] = group[name] * factor
-        # A scheduler that warms up has set lr to 0 already; vectors follow the peak rate.
-        shown = as_float(group.get("initial_lr", lr))
-        peak = shown or 1.0
-        if isinstance(lr, Tensor):
-            new["foreach"] = None if not group["capturable"] else group["foreach"]
-        new |= {
-            "lr": lr * factor,
-            "betas": betas,
-            "weight_decay": decay / factor,
-            "lr_1d": peak * factor_1d,
-            "base_lr": peak * factor,
-            "betas_1d": group["betas"],
-            "weight_decay_1d": decay,
-        }
-        if "param_names" in new:
-            new["params"] = list(zip(new.pop("param_names"), new["params"], strict=True))
-        new |= {name: value for name, value in options.items() if name in KEPT}
-        groups.append(new)
-        count = sum(p.numel() for p in group["params"])
-        rows.append((
-            str(i), f"{count:,}", f"{shown:.3g} -> {shown * factor:.3g}",
-            f"{decay:.3g} -> {decay / factor:.3g}", f"{shown * factor_1d:.3g}",
-            f"{betas}",
-        ))  # fmt: skip
+        keep = "betas" not in options and rule != "published"
+        betas = group["betas"] if keep else settings["betas"]
+        factors = _factors(rule, settings, float(betas[0]))
+        groups.append({**_converted(group, betas, *factors), **_only(KEPT, options)})
+        rows.append((str(i), *_row(group, betas, *factors)))
     mars = make(groups, **options)
     for group, own in zip(mars.param_groups, optimizer.param_groups, strict=True):
         for name in own.keys() - optimizer.defaults.keys() - CHECKS.keys() - METADATA:
@@ -127,6 +105,51 @@ def from_adamw(
             f"{settings['mars_type']} in place of AdamW, rule {rule!r}\n{format_table(rows)}\n"
         )
     return mars
+
+
+def _only(names: Iterable[str], values: Group) -> Group:
+    return {name: values[name] for name in names if name in values}
+
+
+def _shown_lr(group: Group) -> float:
+    """The rate without its schedule: a scheduler that warms up has set lr to 0 already."""
+    return as_float(group.get("initial_lr", group["lr"]))
+
+
+def _converted(group: Group, betas: Any, factor: float, factor_1d: float) -> Group:
+    """A group of AdamW as one of MARS, its rates multiplied: for matrices, for the rest."""
+    new = _only(("params", *KEPT), group) | _only(METADATA - {"params"}, group)
+    for name in ("initial_lr", "max_lr", "min_lr", "swa_lr"):
+        if name in group:
+            new[name] = group[name] * factor
+    lr, decay = group["lr"], group["weight_decay"]
+    if isinstance(lr, Tensor):
+        new["foreach"] = None if not group["capturable"] else group["foreach"]
+    peak = _shown_lr(group) or 1.0  # vectors follow the peak rate
+    new |= {
+        "lr": lr * factor,
+        "betas": betas,
+        "weight_decay": decay / factor,
+        "lr_1d": peak * factor_1d,
+        "base_lr": peak * factor,
+        "betas_1d": group["betas"],
+        "weight_decay_1d": decay,
+    }
+    if "param_names" in new:
+        new["params"] = list(zip(new.pop("param_names"), new["params"], strict=True))
+    return new
+
+
+def _row(group: Group, betas: Any, factor: float, factor_1d: float) -> tuple[str, ...]:
+    """What is said of a group."""
+    lr, decay = _shown_lr(group), group["weight_decay"]
+    return (
+        f"{sum(p.numel() for p in group['params']):,}",
+        f"{lr:.3g} -> {lr * factor:.3g}",
+        f"{decay:.3g} -> {decay / factor:.3g}",
+        f"{lr * factor_1d:.3g}",
+        f"{betas}",
+    )
 
 
 def _factors(rule: str, settings: dict[str, Any], beta1: float) -> tuple[float, float]:
