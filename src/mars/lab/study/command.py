@@ -86,36 +86,11 @@ def go_on(name: str, args: StudyArgs, command: str) -> int:
     _check(args)
     study = _here(find(name), args)
     directory = Path(args.out or f"runs/study-{study.name.replace(':', '.')}").expanduser()
-    file = Results(directory)
     failed: dict[str, str] | None = {}
-    without: dict[str, str] = {}
     if args.verdict_only:
-        if not file.path.exists() and not args.take:
-            raise LabError(f"{file.path} is not there: nothing has been run, or give --out")
-        with RunDirectory(directory, NAME).lock() if args.take else nullcontext():
-            _take(study, file, args.take)
-        results = file.read()
-        if results and not {r.arm for r in results} & {arm.label for arm in study.arms}:
-            raise LabError(f"{directory} holds runs of another study, none of {study.name}")
-        fingerprint.check(study, results, directory)
+        _only_judge(study, directory, args.take)
     else:
-        study.common()
-        others = _others(study, args.arms)
-        without = _cannot(study, others)
-        here = fingerprint.of_study(study)
-        fingerprint.check(study, file.read(), directory, here)
-        left_out = {*without, *others}
-        with RunDirectory(directory, NAME).lock():
-            _take(study, file, args.take, here)
-            if args.times:
-                times.measure(study, directory, here, command, left_out)
-            else:
-                failed = Stretch(
-                    study, directory, here, seconds=args.seconds, jobs=args.jobs,
-                    seeds=args.seeds, command=command, without=left_out,
-                ).go()  # fmt: skip
-    if failed is not None:
-        failed |= without
+        failed = _run(study, directory, args, command)
     tell(study, directory, args.seeds)
     if failed is None:
         sys.stdout.write("stopped; the same command resumes from here\n")
@@ -123,6 +98,40 @@ def go_on(name: str, args: StudyArgs, command: str) -> int:
     for what, text in failed.items():
         sys.stderr.write(f"mars: error: {what}: {text}\n")
     return 1 if failed else 0
+
+
+def _only_judge(study: Study, directory: Path, take: tuple[str, ...]) -> None:
+    """Check that there are results that a verdict can be made from."""
+    file = Results(directory)
+    if not file.path.exists() and not take:
+        raise LabError(f"{file.path} is not there: nothing has been run, or give --out")
+    with RunDirectory(directory, NAME).lock() if take else nullcontext():
+        _take(study, file, take)
+    results = file.read()
+    if results and not {r.arm for r in results} & {arm.label for arm in study.arms}:
+        raise LabError(f"{directory} holds runs of another study, none of {study.name}")
+    fingerprint.check(study, results, directory)
+
+
+def _run(study: Study, directory: Path, args: StudyArgs, command: str) -> dict[str, str] | None:
+    """Run what fits, or time the arms: what failed and why, or None if somebody stopped it."""
+    file = Results(directory)
+    study.common()
+    others = _others(study, args.arms)
+    without = _cannot(study, others)
+    here = fingerprint.of_study(study)
+    fingerprint.check(study, file.read(), directory, here)
+    left_out = {*without, *others}
+    with RunDirectory(directory, NAME).lock():
+        _take(study, file, args.take, here)
+        if args.times:
+            times.measure(study, directory, here, command, left_out)
+            return without
+        failed = Stretch(
+            study, directory, here, seconds=args.seconds, jobs=args.jobs, seeds=args.seeds,
+            command=command, without=left_out,
+        ).go()  # fmt: skip
+    return None if failed is None else {**failed, **without}
 
 
 def _take(
