@@ -16,6 +16,7 @@ from mars.lab.errors import LabError
 
 # The hub's own conversion of datasets that are still programs, which `datasets` runs no more.
 CONVERTED = "refs/convert/parquet"
+PROGRAM = "scripts are no longer supported"  # what it says of those
 
 
 @dataclass(frozen=True)
@@ -105,16 +106,12 @@ class HubDocuments:
         datasets.disable_progress_bars()
         try:
             return self._open(datasets)
-        except RuntimeError as error:
-            if "scripts are no longer supported" not in str(error) or self.dataset.revision:
+        except Exception as error:
+            program = isinstance(error, RuntimeError) and PROGRAM in str(error)
+            if not program or self.dataset.revision:
                 raise self._refused(error) from error
             self.dataset = replace(self.dataset, revision=CONVERTED)
-        except Exception as error:
-            raise self._refused(error) from error
-        try:
-            return self._open(datasets)
-        except Exception as error:
-            raise self._refused(error) from error
+            return self._load()
 
     def _open(self, datasets: Any) -> Any:
         wanted = self.dataset
