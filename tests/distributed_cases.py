@@ -564,7 +564,7 @@ def fused_parts(options: dict[str, Any]) -> tuple[str, int]:
     return mars.explain(optimizer), sum(len(b.x) for _, own in plan.outside for b in own)
 
 
-def parts_on_a_gpu(options: dict[str, Any], dtype: str = "float32") -> float:
+def parts_on_a_gpu(options: dict[str, Any]) -> float:
     """Parameters cut by rows on one GPU that all ranks share; how far from one process on a CPU.
 
     Gloo can only sum there, so nothing is gathered: a rank compares its own part.
@@ -573,8 +573,7 @@ def parts_on_a_gpu(options: dict[str, Any], dtype: str = "float32") -> float:
     over = gpu_mesh(world)
     generator = torch.Generator().manual_seed(3)
     shapes = [(64, 48), (7, 40), (33,), (1, 5), (8, 4, 3), (300, 300)]
-    plain = [nn.Parameter(torch.randn(s, generator=generator).to(getattr(torch, dtype)))
-             for s in shapes]  # fmt: skip
+    plain = [nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
 
     def part(whole: Tensor) -> Tensor:
         pieces = whole.detach().chunk(world)
@@ -592,7 +591,7 @@ def parts_on_a_gpu(options: dict[str, Any], dtype: str = "float32") -> float:
     torch.backends.cuda.matmul.allow_tf32 = False
     for _ in range(4):
         for p, q in zip(plain, parts, strict=True):
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype) / 8
+            p.grad = torch.randn(p.shape, generator=generator) / 8
             q.grad = cut(p.grad)
         first.step()
         second.step()

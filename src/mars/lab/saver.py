@@ -98,7 +98,7 @@ class Saver:
         temporary = temporary_name(final)
         try:
             with _told(final):
-                temporary = world.on_first(lambda: _made(temporary, final))
+                temporary = world.on_first(lambda: _made(temporary))
                 own = world.together(lambda: sharded.write(temporary, shot.tensors, world))
             seals = {name: seal for part in world.gather(own) for name, seal in part.items()}
             world.on_first(lambda: _finish(shot, temporary, seals))
@@ -117,7 +117,7 @@ def _told(final: Path) -> Iterator[None]:
         raise type(error)(text) from error.__cause__
 
 
-def _made(temporary: Path, final: Path) -> Path:
+def _made(temporary: Path) -> Path:
     try:
         temporary.mkdir(parents=True)
     except OSError as error:

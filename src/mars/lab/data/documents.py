@@ -94,11 +94,11 @@ class LocalDocuments:
     Otherwise whole documents are.
     """
 
-    def __init__(self, name: str, files: list[Path], field: str, tail: float | None = None) -> None:
+    def __init__(self, name: str, files: list[Path], field: str) -> None:
         self.name = name
         self.files = files
         self.field = field
-        self.tail = tail
+        self.tail: float | None = None
         self._at = [0, 0]
 
     def settings(self) -> dict[str, Any]:

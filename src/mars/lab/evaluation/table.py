@@ -8,7 +8,6 @@ from typing import Any
 from mars.lab.evaluation.metrics import Result, average, difference
 from mars.lab.report import fit
 
-Cells = list[str]
 Number = tuple[float, float | None]
 
 

@@ -51,7 +51,7 @@ def check(cluster: Cluster) -> Cluster:
     return cluster
 
 
-def ring_seconds(cluster: Cluster, sent_bytes: float, ranks: int, collectives: int = 1) -> float:
+def ring_seconds(cluster: Cluster, sent_bytes: float, ranks: int, collectives: int) -> float:
     """A collective in which every rank of a ring sends so many bytes.
 
     Rings cross a node's boundary once, and every adapter of the node carries its own, so that
@@ -68,9 +68,7 @@ def ring_seconds(cluster: Cluster, sent_bytes: float, ranks: int, collectives: i
     return sent_bytes / (LINK_SHARE * speed) + collectives * latency
 
 
-def all_to_all_seconds(
-    cluster: Cluster, sent_bytes: float, ranks: int, collectives: int = 1
-) -> float:
+def all_to_all_seconds(cluster: Cluster, sent_bytes: float, ranks: int, collectives: int) -> float:
     """Every rank sends other bytes to every other: what leaves the node goes by its own adapter."""
     if ranks < 2:
         return 0.0
@@ -82,7 +80,7 @@ def all_to_all_seconds(
     return sent_bytes * slower / LINK_SHARE + collectives * latency
 
 
-def across_seconds(cluster: Cluster, sent_bytes: float, collectives: int = 1) -> float:
+def across_seconds(cluster: Cluster, sent_bytes: float, collectives: int) -> float:
     """The same among the GPUs of one number in all nodes (HSDP's replicas): by one adapter each."""
     if cluster.nodes < 2:
         return 0.0

@@ -71,18 +71,21 @@ def paired(
     return Difference(both.n, both.mean, both.mean - half, both.mean + half)
 
 
-def t_quantile(df: int, confidence: float = 0.95) -> float:
-    """The t with P(|T| ≤ t) = confidence.
+CONFIDENCE = 0.95
+
+
+def t_quantile(df: int) -> float:
+    """The t with P(|T| ≤ t) = 95 %.
 
     >>> round(t_quantile(1), 3), round(t_quantile(2), 3), round(t_quantile(9), 3)
     (12.706, 4.303, 2.262)
     """
     low, high = 0.0, 1.0
-    while _t_within(high, df) < confidence:
+    while _t_within(high, df) < CONFIDENCE:
         high *= 2
     for _ in range(200):
         middle = (low + high) / 2
-        if _t_within(middle, df) < confidence:
+        if _t_within(middle, df) < CONFIDENCE:
             low = middle
         else:
             high = middle

@@ -17,9 +17,8 @@ class Packing:
     (2, 3, 2)
     """
 
-    def __init__(self, slots: int | None = None, limit: int = LIMIT) -> None:
+    def __init__(self, slots: int | None = None) -> None:
         self.slots = slots or 1
-        self.limit = limit
         self.settled = slots is not None
         self.total: dict[int, float] = {}
 
@@ -31,7 +30,7 @@ class Packing:
         self.total[self.slots] = sum(known)
         if self.slots > 1 and self.total[self.slots] < WORTH * self.total[self.slots - 1]:
             self.fewer()
-        elif self.slots == self.limit:
+        elif self.slots == LIMIT:
             self.settled = True
         else:
             self.slots += 1

@@ -52,7 +52,7 @@ def attempt(order: Order) -> Ended:
     return Ended(result_of(order, log, wall, text))
 
 
-def result_of(order: Order, log: RunLog, wall: float | None, text: str = "") -> Result:
+def result_of(order: Order, log: RunLog, wall: float | None, text: str) -> Result:
     """What is kept of a finished run."""
     arm, lr, seed = order.key
     losses = log.valid["loss"]
