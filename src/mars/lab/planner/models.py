@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -113,8 +113,14 @@ def at_context(model: Model, tokens: int) -> Model:
 
 def of_run(run: Run, name: str) -> Model:
     """The GPT of a configuration: its own tensors, routed as MARS-M routes them."""
+    return Model(name, run, *_tensors(run.gpt))
+
+
+@cache
+def _tensors(config: Config) -> tuple[list[Shape], list[Shape]]:
+    """Those of the blocks, and the tables; --validate asks for a few models many times."""
     with torch.device("meta"):
-        model = GPT(run.gpt, seed=None)
+        model = GPT(config, seed=None)
     groups = mars.param_groups(model, mars_type="mars-m")
     hidden = {p for g in groups if g["name"] == "matrices" for _, p in g["params"]}
     blocks: list[Shape] = []
@@ -122,7 +128,7 @@ def of_run(run: Run, name: str) -> Model:
     for own, p in model.named_parameters():
         part = blocks if own.startswith("transformer.h.") else tables
         part.append(Shape(tuple(p.shape), p in hidden))
-    return Model(name, run, blocks, tables)
+    return blocks, tables
 
 
 def _gpt3(name: str) -> Model:
