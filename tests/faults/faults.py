@@ -74,7 +74,7 @@ KILLS = (
         "a worker of a race killed, as for memory, or lost to a crash of the driver",
         "its run resumes in a new process from its checkpoint, the others are not disturbed; lost "
         "twice, it has failed and the others go on",
-        "`a run is begun again: its process was ended by SIGKILL (memory?)`",
+        "`starting a run again: its process was ended by SIGKILL (memory?)`",
         "faults/test_workers_killed.py::test_a_worker_killed_for_memory",
         "lab/test_crew.py::test_a_task_whose_worker_dies_is_begun_again_and_no_other_is",
         "lab/test_crew.py::test_one_that_dies_twice_has_failed",
@@ -260,7 +260,7 @@ FILES = (
     fault(
         "damaged or lost `config.json`",
         "refused, or with the command that began the run written again",
-        "`is no configuration of a run`, and what to do",
+        "`is not the configuration of a run`, and what to do",
         "faults/test_files.py::test_a_damaged_configuration_is_named",
     ),
     fault(
@@ -459,7 +459,7 @@ DISTRIBUTED = (
     fault(
         "a pickle bomb as the index of shards",
         "is not run",
-        "`… has no place there`",
+        "`… is not allowed there`",
         "lab/test_parallel.py::test_an_index_that_would_run_code_is_refused",
     ),
 )

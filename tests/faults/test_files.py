@@ -47,7 +47,7 @@ def test_a_damaged_configuration_is_named(
     ended = mars.run("train", given(copy, steps=24))
     assert ended.code == 1
     assert "config.json" in ended.err
-    assert "give the command that began the run" in ended.err
+    assert "repeat the command that started the run" in ended.err
     assert "Traceback" not in ended.err
     if content == "torn":  # as the message says
         (copy / "config.json").unlink()

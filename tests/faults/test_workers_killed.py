@@ -83,7 +83,7 @@ def test_a_worker_killed_for_memory(mars: Nursery, tmp_path: Path) -> None:
     race.process.until(lambda: pid_of(folder) not in (None, victim), 60)
     race.process.until(lambda: any(r.get("what") == "resumed" for r in read(folder)), 60)
     told = "its process was ended by SIGKILL (memory?)"
-    assert f"a run is begun again: {told}\n" == race.process.err.read_text()
+    assert f"starting a run again: {told}\n" == race.process.err.read_text()
     again = pid_of(folder)
     assert again is not None
     os.kill(again, signal.SIGKILL)

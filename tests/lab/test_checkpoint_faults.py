@@ -320,7 +320,7 @@ def test_forged_weights_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "checkpoints" / "step-00000001"
     (path / "model.safetensors").write_bytes(b"not at all")
     reseal(path)
-    with pytest.raises(CheckpointError, match="is no safetensors file"):
+    with pytest.raises(CheckpointError, match="is not a safetensors file"):
         checkpoint.load(path, model, optimizer)
 
 

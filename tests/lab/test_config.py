@@ -26,9 +26,9 @@ def test_recipes_are_valid_and_survive_json(name: str) -> None:
 @pytest.mark.parametrize(
     ("part", "field", "value", "words"),
     [
-        ("loop", "steps", 0, "loop.steps must be above 0, it is 0"),
+        ("loop", "steps", 0, "loop.steps must be above 0, not 0"),
         ("loop", "micro_batch_size", 3, "loop.batch_size (4) must be a multiple of"),
-        ("optimizer", "lr", -1.0, "optimizer.lr must be above 0, it is -1.0"),
+        ("optimizer", "lr", -1.0, "optimizer.lr must be above 0, not -1.0"),
         ("optimizer", "max_grad_norm", 0.0, "optimizer.max_grad_norm must be above 0"),
         ("model", "n_head", 3, "model.n_embd (16) must be a multiple of model.n_head (3)"),
         ("model", "dropout", 1.0, "model.dropout must be below 1"),

@@ -131,7 +131,7 @@ def test_a_task_whose_worker_dies_is_begun_again_and_no_other_is(
     slow = crew.submit(pid_after, 4.0)
     again = crew.submit(die, signal.SIGSEGV, tmp_path / "flag")
     assert again.result() not in (other, os.getpid())
-    assert said == ["a run is begun again: its process was ended by SIGSEGV"]
+    assert said == ["starting a run again: its process was ended by SIGSEGV"]
     assert slow.result() != again.result()
     assert len(said) == 1
     said.clear()
@@ -174,7 +174,7 @@ def test_a_crew_that_nobody_dismisses_does_not_keep_python_from_ending() -> None
 
 def test_a_lost_gpu_is_the_process_s_not_the_crew_s(crew: Crew, tmp_path: Path) -> None:
     crew.submit(lose_the_gpu, tmp_path / "flag").result()
-    assert said == ["a run is begun again: CUDA error: its process has lost the GPU"]
+    assert said == ["starting a run again: CUDA error: its process has lost the GPU"]
     said.clear()
 
 

@@ -228,7 +228,7 @@ BAD = {
     "kind": ("a.pdf", "x", r"a\.pdf is not \.txt"),
     "json": ("a.jsonl", '{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2: not JSON"),
     "field": ("a.jsonl", '{"body": "a"}\n', r"line 1: no field 'text' \(there are: body\)"),
-    "type": ("a.jsonl", '{"text": 3}\n', r"line 1: the field 'text' holds no text, but 3"),
+    "type": ("a.jsonl", '{"text": 3}\n', r"line 1: the field 'text' holds 3, not text"),
     "list": ("a.jsonl", '["a"]\n', r"line 1: a list, not an object with a field 'text'"),
     "latin": ("a.txt", b"caf\xe9", r"is not UTF-8 text .*: convert it"),
     "gzip": ("a.jsonl.gz", "not gzip", r"a\.jsonl\.gz cannot be read"),

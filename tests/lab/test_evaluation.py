@@ -216,7 +216,7 @@ def item(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "record", "message"),
     [
-        ("piqa", "{", "no JSON"),
+        ("piqa", "{", "not JSON"),
         ("piqa", "[1]", "must be an object"),
         ("piqa", {"query": "x", "choices": ["a", "b"]}, "it has no 'label'; an item of piqa has"),
         ("piqa", item(label="1"), "label must be a int, not '1'"),
@@ -225,7 +225,7 @@ def item(**fields: Any) -> dict[str, Any]:
         ("piqa", item(choices=["a"]), "choices must be two or more texts"),
         ("piqa", item(choices=["a", ""]), "choices must be two or more texts"),
         ("piqa", item(choices=["a", 3]), "choices must be two or more texts"),
-        ("piqa", "[" * 100_000, "no JSON"),
+        ("piqa", "[" * 100_000, "not JSON"),
         ("commonsense_qa", item(choices=list("abcdefghijklmnopqrstuvwxyz+")), "27 choices"),
         ("boolq", item(), "it has no 'passage'"),
         ("mmlu", item(), "it has no 'subject'"),
@@ -288,7 +288,7 @@ def test_what_is_not_there_is_said(names: list[str], message: str, tmp_path: Pat
     write(tmp_path / "empty.jsonl")
     with pytest.raises(LabError, match=message):
         open_tasks([str(tmp_path)], names, None)
-    with pytest.raises(LabError, match="nowhere is not there"):
+    with pytest.raises(LabError, match="nowhere does not exist"):
         open_tasks([str(tmp_path / "nowhere")], None, None)
 
 
@@ -373,7 +373,7 @@ def test_a_model_alone_and_in_company_is_the_same(place: Path) -> None:
     ("words", "message"),
     [
         (["nowhere"], "neither a run directory nor a checkpoint, nor a Hugging Face folder"),
-        (["one", "--limit", "0"], "limit must be 1 or more, it is 0"),
+        (["one", "--limit", "0"], "limit must be 1 or more, not 0"),
         (["one", "--batch-tokens", "0"], "batch-tokens must be 1 or more"),
         (["one", "--tasks", ","], "--tasks is empty"),
         (["one", "--tasks", "sciq"], "has no sciq.jsonl"),

@@ -240,7 +240,7 @@ def test_a_head_of_its_own_is_refused(tmp_path: Path) -> None:
 
 def test_pickles_other_vocabularies_and_damage_are_refused(published: Path) -> None:
     (published / "vocab.json").write_text(json.dumps({"a": 0, "b": 1}))
-    with pytest.raises(LabError, match=r"vocab.json is another vocabulary than bytes's"):
+    with pytest.raises(LabError, match=r"vocab.json is not the vocabulary of bytes"):
         load(str(published))
     (published / "vocab.json").unlink()
     path = published / "model.safetensors"
@@ -262,7 +262,7 @@ def test_nothing_is_overwritten_unasked(trained: Path, tmp_path: Path) -> None:
     args = ExportArgs(run=str(trained), out=str(out))
     with pytest.raises(LabError, match="is not empty"):
         export_command(args)
-    with pytest.raises(LabError, match="is no Hugging Face folder: it is not overwritten"):
+    with pytest.raises(LabError, match="is not a Hugging Face folder: it is not overwritten"):
         export_command(ExportArgs(run=str(trained), out=str(out), overwrite=True))
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     (out / "mine").rmdir()
@@ -332,14 +332,14 @@ def test_the_reader_reads_what_the_formats_own_package_wrote(tmp_path: Path) -> 
     ("header", "message"),
     [
         (b"", "header is longer"),
-        (b"not JSON", "no JSON"),
-        (b"[1]", "no JSON object"),
-        (b'{"a": 3}', "nothing sensible of a"),
+        (b"not JSON", "is not JSON"),
+        (b"[1]", "not a JSON object"),
+        (b'{"a": 3}', "describes a wrongly"),
         (b'{"a": {"dtype": "F4", "shape": [1], "data_offsets": [0, 1]}}', "type F4"),
         (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "does not fit"),
         (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}', "does not fit"),
         (b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}', "does not fit"),
-        (b'{"a": {"dtype": [], "shape": [0], "data_offsets": [0, 0]}}', "nothing sensible of a"),
+        (b'{"a": {"dtype": [], "shape": [0], "data_offsets": [0, 0]}}', "describes a wrongly"),
         (
             b'{"a": {"dtype": "F32", "shape": [18446744073709551616, 0], "data_offsets": [0, 0]}}',
             "does not fit",

@@ -182,7 +182,7 @@ def test_a_busy_server_is_asked_again(server: Server, tmp_path: Path) -> None:
 def test_giving_up_says_what_was_kept_and_what_to_do(server: Server, tmp_path: Path) -> None:
     server.status = 503
     (tmp_path / "a.part").write_bytes(CONTENT[:2000])
-    text = r"503 .*, 5 times in a row; 2,000 bytes are kept: run the same command to go on"
+    text = r"503 .*, 5 times in a row; 2,000 bytes are kept: run the same command to resume"
     with pytest.raises(LabError, match=text):
         download(server.url, tmp_path / "a", MD5, wait=0)
     assert len(server.asked) == module.RETRIES

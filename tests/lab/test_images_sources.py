@@ -119,13 +119,13 @@ def test_incomplete_and_damaged_archives_are_refused(tmp_path: Path) -> None:
     refused({**files, f"{top}/batches.meta": python2({})}, "does not name the classes|lacks")
     binary = made.binary()
     binary["cifar-10-batches-bin/data_batch_2.bin"] += b"1"
-    refused(binary, "data_batch_2.bin of .* has 9220 bytes, which is no multiple of 3073")
+    refused(binary, "data_batch_2.bin of .* has 9220 bytes, not a multiple of 3073")
     refused({"notes.txt": b"x"}, "holds no images that mars knows")
     whole = tar(tmp_path / "whole.tar.gz", made.binary()).read_bytes()
     (tmp_path / "cut.tar.gz").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "text.tar.gz").write_bytes(b"a text")
     for name in ("cut.tar.gz", "text.tar.gz"):
-        with pytest.raises(LabError, match=f"{name} is no tar or zip, or is damaged"):
+        with pytest.raises(LabError, match=f"{name} is not a tar or zip file, or is damaged"):
             open_images(str(tmp_path / name), "train")
     with pytest.raises(LabError) as error:  # tarfile has five lines to say about it
         open_images(str(tmp_path / "text.tar.gz"), "train")
@@ -140,7 +140,7 @@ def test_a_damaged_zip_is_refused(tmp_path: Path) -> None:
     for name, content, text in (
         ("flipped.zip", bytes(flipped), "cannot be read: Bad CRC-32"),
         ("central.zip", central, r"central.zip is damaged \(.*\): download it again"),
-        ("cut.zip", good[:-100], "cut.zip is no tar or zip, or is damaged"),
+        ("cut.zip", good[:-100], "cut.zip is not a tar or zip file, or is damaged"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(LabError, match=text):
@@ -242,9 +242,9 @@ def test_wrong_pictures_are_refused(tmp_path: Path) -> None:
     refused({"valid/dog/0.png": other}, r"valid/dog/0.png of .* is 7×6, others 6×6: bring all to")
     refused({"train/dog/1.png": b"text"}, r"damaged: cannot identify image file$")
     cut = files["train/dog/1.png"][:-30]
-    refused({"train/dog/1.png": cut}, r"train/dog/1.png of .* is no picture, or is damaged")
+    refused({"train/dog/1.png": cut}, r"train/dog/1.png of .* is not a picture, or is damaged")
     refused({"valid/emu/0.png": files["valid/dog/0.png"]}, "'emu', a class that train/ lacks")
-    refused({"train/0.png": other}, "train/0.png of .* is in no folder of a class")
+    refused({"train/0.png": other}, "train/0.png of .* is not in the folder of a class")
     gone = {name: None for name in files if name.startswith("valid")}
     refused(gone, "has pictures in train/, but none in valid/, val/ or test/")
     gone = {name: None for name in files if "/dog/" in name}

@@ -337,7 +337,7 @@ def test_both_forms_of_a_checkpoint_convert_into_each_other(tmp_path: Path) -> N
         train(made)
         path = tmp_path / name / "checkpoints" / "step-00000003"
         before = restored(made)
-        with pytest.raises(LabError, match="is no checkpoint: give runs/NAME/checkpoints"):
+        with pytest.raises(LabError, match="is not a checkpoint: give runs/NAME/checkpoints"):
             convert_command(ConvertArgs(tmp_path / name, "sharded"))
         assert convert_command(ConvertArgs(path, "sharded")) == path
         assert (path / ".metadata").exists()
@@ -352,7 +352,7 @@ def test_both_forms_of_a_checkpoint_convert_into_each_other(tmp_path: Path) -> N
             assert torch.equal(flat(other), flat(before))
             assert torch.equal(state(other), state(before))
         assert loading.find(single)[0].optimizer == made.optimizer  # as sample and init find it
-        with pytest.raises(LabError, match="is there already"):
+        with pytest.raises(LabError, match="already exists"):
             convert_command(ConvertArgs(path, "single", tmp_path / f"{name}-out"))
         assert checkpoints(tmp_path / name) == ["best.json", "step-00000003"]
 
@@ -368,7 +368,7 @@ def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:
             return os.system, (f"touch {tmp_path / 'exploded'}",)
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Bomb()))
-    with pytest.raises(checkpoint.CheckpointError, match="has no place there"):
+    with pytest.raises(checkpoint.CheckpointError, match="is not allowed there"):
         sharded.index(tmp_path)
     assert not (tmp_path / "exploded").exists()
 
@@ -471,7 +471,7 @@ def test_torchrun_restarts_a_run_of_which_a_process_died(tmp_path: Path, mode: s
         ({"parallel": "fsdp2", "shards": 4}, 6, r"shards \(4\) must divide the number of proc"),
         ({"parallel": "fsdp2", "precision": "fp16"}, 2, "fp16 does not go with"),
         ({"parallel": "ddp", "shards": 2}, 2, "shards is for"),
-        ({"parallel": "fsdp2"}, None, "this is one process: begin with"),
+        ({"parallel": "fsdp2"}, None, "this is one process: start it with"),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -444,7 +444,7 @@ def test_the_errors_are_printed(capsys: Capture) -> None:
         ([], "mars plan needs a model: gpt-tiny"),
         (["lama-13b"], "unknown model 'lama-13b': did you mean llama-13b?"),
         (["gpt2-xl", "--gpu", "h300"], "unknown GPU 'h300': did you mean h200?"),
-        (["gpt2-xl", "--gpus", "0"], "--gpus must be above 0, it is 0"),
+        (["gpt2-xl", "--gpus", "0"], "--gpus must be above 0, not 0"),
         (["gpt2-xl", "--gpus", "12"], "--gpus (12) must be a multiple of --nodes-of (8)"),
         (["gpt2-xl", "--nodes-of", "0"], "--nodes-of must be above 0"),
         (["gpt2-xl", "--gpus", "8", "--batch", "4"], "--batch 8"),

@@ -226,7 +226,7 @@ def test_a_state_that_cannot_be_saved_is_told_at_once(tmp_path: Path, capsys: Ca
 def test_a_run_that_fails_leaves_its_traceback(tmp_path: Path) -> None:
     own = run(tmp_path / "run").replace(optimizer={"name": f"{__name__}:Breaks"})
     told = pool._work(pool.Job("mine", own), "mars race")
-    assert told == f"failed: ValueError: boom (all of it: {tmp_path / 'run' / 'error.txt'})"
+    assert told == f"failed: ValueError: boom (full traceback: {tmp_path / 'run' / 'error.txt'})"
     assert "in step" in (tmp_path / "run" / "error.txt").read_text()
 
 
@@ -240,7 +240,7 @@ def test_so_does_one_that_is_trained_alone(tmp_path: Path, capsys: Capture) -> N
     words = ["--optimizer", f"{__name__}:Breaks", "--loop.steps", "9", "--keep.out", str(out)]
     assert main(["train", "gpt-tiny", *words]) == 1
     captured = capsys.readouterr().err
-    assert f"mars: error: ValueError: boom (all of it: {out / 'error.txt'})" in captured
+    assert f"mars: error: ValueError: boom (full traceback: {out / 'error.txt'})" in captured
     assert "Traceback" not in captured
     assert "in step" in (out / "error.txt").read_text()
 
@@ -320,7 +320,7 @@ def test_what_is_wrong_with_an_entrant_is_told_before_the_race(
     monkeypatch.chdir(tmp_path)
     for words, message in (
         (["--optimizers", "adamw", "no.such:Thing"], "No module named 'no'"),
-        (["--optimizers", "adamw@fast"], "'fast' is no number"),
+        (["--optimizers", "adamw@fast"], "'fast' is not a number"),
         (["--optimizer", "adamw"], "--optimizers NAME"),
         (["--optimizers", "adamw", "--optimizer.gamma", "0.1"], "gamma is no option of adamw"),
     ):

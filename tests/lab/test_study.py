@@ -149,7 +149,7 @@ def test_runs_are_taken_from_another_study(tmp_path: Path, capsys: Capture) -> N
     capsys.readouterr()
     words = ["study", "test_study:renamed", "--out", str(here)]
     assert main([*words, "--take", str(tmp_path / "nowhere")]) == 1
-    assert "nowhere/results.jsonl is not there" in capsys.readouterr().err
+    assert "nowhere/results.jsonl does not exist" in capsys.readouterr().err
     assert not here.exists()
     assert main([*words, "--take", str(there), "--verdict-only"]) == 0
     said, theirs = capsys.readouterr().err, Results(there).read()
@@ -339,13 +339,13 @@ def test_how_many_go_together_is_remembered(tmp_path: Path) -> None:
         (["test_study:base"], 1, "cannot be made"),
         (["test_study:Capture"], 1, "cannot be made"),
         (["--seconds", "9"], 2, "mars study needs a name"),
-        (["tiny-clip", "--seconds", "1"], 1, "--seconds must be 5 or more, it is 1"),
+        (["tiny-clip", "--seconds", "1"], 1, "--seconds must be 5 or more, not 1"),
         (["tiny-clip", "--seeds", "2"], 1, "--seeds must be 3 or more"),
         (["tiny-clip", "--jobs", "0"], 1, "--jobs must be 1 or more"),
         (["tiny-batch", "--arms", "AdamW"], 1, "no arm 'AdamW': AdamW, 1k; MARS-AdamW, 1k"),
         (["tiny-clip", "--times", "--seeds", "4"], 1, "--times goes with --arms, --out,"),
         (["tiny-clip", "--second", "9"], 2, "unrecognized"),
-        (["tiny-clip", "--verdict-only"], 1, "runs/study-tiny-clip/results.jsonl is not there"),
+        (["tiny-clip", "--verdict-only"], 1, "runs/study-tiny-clip/results.jsonl does not exist"),
         (["clip-50m", "--out", "x"], 1, "data/text is not there: make it with `mars data"),
         (["clip-50m", "--data", "gone.bin", "--out", "x"], 1, "gone.bin"),
         (["variance", "--seeds", "0"], 1, "--seeds must be 1 or more"),

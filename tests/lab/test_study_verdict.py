@@ -436,7 +436,7 @@ def test_committed_studies_have_the_tokens_that_they_say() -> None:
 def test_a_study_that_cannot_be_is_refused() -> None:
     with pytest.raises(LabError, match="seeds must be 3 or more"):
         study(seeds=2)
-    with pytest.raises(LabError, match="'Muon' is compared, but is no arm"):
+    with pytest.raises(LabError, match="'Muon' is compared, but is not an arm"):
         study(comparisons=(Comparison(arm="Muon", baseline="AdamW", claim=Claim(kind="lower")),))
     with pytest.raises(LabError, match="the same label"):
         study(arms=(study().arms[0],) * 2)

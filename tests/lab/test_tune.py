@@ -294,9 +294,9 @@ def test_two_trials_at_a_time(tmp_path: Path) -> None:
 def test_bad_words_are_refused(tmp_path: Path) -> None:
     mini, out = recipe(tmp_path), tmp_path / "search"
     for option in ("--trials", "--seeds", "--jobs"):
-        with pytest.raises(LabError, match=f"{option} must be 1 or more, it is 0"):
+        with pytest.raises(LabError, match=f"{option} must be 1 or more, not 0"):
             tune_command([mini, "--out", str(out), option, "0"])
-    with pytest.raises(LabError, match="--search gamma: it is no option of adamw"):
+    with pytest.raises(LabError, match="--search gamma: adamw has no such option"):
         go(recipe(tmp_path, "adamw"), "--out", out, "--search", "gamma")
     with pytest.raises(LabError, match=r"optimizer\.lr must be above 0"):
         go(mini, "--out", out, "--optimizer.lr", "0")

@@ -80,8 +80,8 @@ SAID = (
      lambda m: f"it cannot be '{m[2]}', but {m[1].removeprefix('{None}|').strip('{}')} "
      "(values are separated by spaces)"),
     (r"Failed to parse key-value pairs!", "it takes NAME VALUE or NAME=VALUE"),
-    (r"invalid literal for int\(\) with base 10: ('.*')", r"\1 is no whole number"),
-    (r"could not convert string to float: ('.*')", r"\1 is no number"),
+    (r"invalid literal for int\(\) with base 10: ('.*')", r"\1 is not a whole number"),
+    (r"could not convert string to float: ('.*')", r"\1 is not a number"),
     (r"^(?i:missing from) (mars \w+): STR (\w)(.*?)[;(.] .*",
      lambda m: f"{m[1]} needs, as its first word, {m[2].lower()}{m[3].rstrip()}"),
 )  # fmt: skip
@@ -230,7 +230,7 @@ def _named_run(name: str, optimizer: str | None) -> Run:
         values = _read(path)
         if not {"recipe", "model"} & set(values):
             raise LabError(
-                f'{path} names no recipe to lay its fields over: give it "recipe": "gpt-tiny", or '
+                f'{path} names no recipe for its fields to override: add "recipe": "gpt-tiny", or '
                 'a "model" of its own'
             )
         try:
@@ -255,9 +255,9 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise LabError(f"{path} cannot be read: {reason(error)}") from error
     except ValueError as error:
-        raise LabError(f"{path} is no configuration: {error}") from error
+        raise LabError(f"{path} is not a configuration: {error}") from error
     if not isinstance(values, dict):
-        raise LabError(f"{path} is no configuration: it holds no object")
+        raise LabError(f"{path} is not a configuration: it does not hold a JSON object")
     return values
 
 

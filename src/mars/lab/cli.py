@@ -137,8 +137,8 @@ def main(words: list[str] | None = None) -> int:
         if error.name is None or error.name.startswith("mars"):
             raise
         return _fail(
-            f"mars {words[0]} needs {error.name}, which is not installed (pip install "
-            '".[lab]", where the sources are, brings all that is ours)'
+            f"mars {words[0]} needs {error.name}, which is not installed "
+            '(pip install ".[lab]" in the source directory installs everything mars uses)'
         )
     except BrokenPipeError:  # the reader of our output has gone, as in `mars --help | head`
         _discard_output()
@@ -152,7 +152,7 @@ def main(words: list[str] | None = None) -> int:
 
 def _run(name: str, words: list[str]) -> int:
     if name != "train" and "TORCHELASTIC_RUN_ID" in os.environ:
-        raise LabError(f"mars {name} is one process: torchrun is for mars train")
+        raise LabError(f"mars {name} runs as one process: torchrun is for mars train")
     if name not in COMMANDS:
         hint = meant(name, COMMANDS) or f"known: {', '.join(COMMANDS)}"
         raise LabError(f"unknown command {name!r}: {hint}")

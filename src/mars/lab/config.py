@@ -286,7 +286,7 @@ def check(run: Run) -> Run:
                 value = getattr(getattr(run, part), name, None)
                 right = value is None or (value > 0 if table is _ABOVE_ZERO else value >= 0)
                 if not right:
-                    raise LabError(f"{part}.{name} must be {allowed}, it is {value}")
+                    raise LabError(f"{part}.{name} must be {allowed}, not {value}")
     loop, schedule = run.loop, run.schedule
     _check_text(run) if isinstance(run.model, Model) else _check_images(run, run.model)
     if not 0 <= schedule.min_lr <= 1:
@@ -296,9 +296,9 @@ def check(run: Run) -> Run:
     if not 0 <= schedule.rise_share < 1:
         raise LabError(f"schedule.rise_share is 0 or above, below 1, not {schedule.rise_share}")
     if not 0 <= loop.seed < 2**63:
-        raise LabError(f"loop.seed must be 0 to 2**63 - 1, it is {loop.seed}")
+        raise LabError(f"loop.seed must be 0 to 2**63 - 1, not {loop.seed}")
     if loop.threads and loop.threads > 1024:
-        raise LabError(f"loop.threads must be at most 1024, it is {loop.threads}")
+        raise LabError(f"loop.threads must be at most 1024, not {loop.threads}")
     if schedule.warmup_steps > loop.steps:
         raise LabError(
             f"schedule.warmup_steps ({schedule.warmup_steps}) is longer than the run "
@@ -324,7 +324,7 @@ def _check_text(run: Run) -> None:
         sizes = f"model.n_embd ({model.n_embd}) and model.vocab_size ({model.vocab_size})"
         raise LabError(f"loop.fp8_head: {sizes} must be multiples of 16")
     if model.dropout >= 1:
-        raise LabError(f"model.dropout must be below 1, it is {model.dropout}")
+        raise LabError(f"model.dropout must be below 1, not {model.dropout}")
 
 
 def _check_images(run: Run, model: ImageModel) -> None:
@@ -334,7 +334,7 @@ def _check_images(run: Run, model: ImageModel) -> None:
         _check_multiple(model, "model", "size", "patch")
         _check_multiple(model, "model", "width", "heads")
     if model.label_smoothing >= 1:
-        raise LabError(f"model.label_smoothing must be below 1, it is {model.label_smoothing}")
+        raise LabError(f"model.label_smoothing must be below 1, not {model.label_smoothing}")
     if run.loop.fp8_head:
         raise LabError("loop.fp8_head is for GPTs: an image model has no head worth 8 bits")
     if run.loop.parallel == "fsdp2":
@@ -383,13 +383,13 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
 def read_config(path: Path) -> Run:
     """The configuration that a run was started with."""
     if path.parent.is_dir() and not path.exists():
-        raise LabError(f"{path.parent} is no run: it holds no {path.name}")
+        raise LabError(f"{path.parent} is not a run: it has no {path.name}")
     try:
         return check(from_json(json.loads(path.read_text())))
     except (OSError, ValueError, LabError) as error:
         raise LabError(
-            f"{path} is no configuration of a run: {error} (restore it; or, if it is a run's, "
-            "remove it, and give the command that began the run)"
+            f"{path} is not the configuration of a run: {error} (restore it; or, if it is a run's, "
+            "remove it and repeat the command that started the run)"
         ) from error
 
 

@@ -46,9 +46,9 @@ def convert_command(args: ConvertArgs) -> Path:
     """Convert, and say where it is."""
     path = args.checkpoint.resolve()
     if not (path / sealed.MANIFEST).is_file():
-        raise LabError(f"{args.checkpoint} is no checkpoint: give runs/NAME/checkpoints/step-…")
+        raise LabError(f"{args.checkpoint} is not a checkpoint: give runs/NAME/checkpoints/step-…")
     if args.out is not None and args.out.exists():
-        raise LabError(f"{args.out} is there already")
+        raise LabError(f"{args.out} already exists")
     final = path if args.out is None else args.out.resolve()
     run, moved = path.parent.parent, (path / CONFIG).is_file()  # one that was put elsewhere
     config = (path if moved else run) / CONFIG

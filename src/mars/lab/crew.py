@@ -130,14 +130,14 @@ class Crew(Executor):
         except WorkerDied as error:
             if self._stopping or not self._again:
                 raise
-            self._say(f"a run is begun again: {error}")
+            self._say(f"starting a run again: {error}")
         return self._worker().do(task, self.records.put)
 
     def _worker(self) -> _Worker:
         """This thread's; a new one if it has none that lives."""
         with self._lock:
             if self._stopping:
-                raise WorkerDied("no worker is begun any more")
+                raise WorkerDied("no new worker is started")
             own: _Worker | None = getattr(self._own, "worker", None)
             if own is None or not own.process.is_alive():
                 own = self._own.worker = _Worker()

@@ -263,7 +263,7 @@ def optimizers(device: torch.device) -> Iterator[str]:
             build(GPT(SMALL).to(device), Optimizer(name=name))
             text = entry.about
         except Exception as error:
-            text = f"NOT HERE: {error}"
+            text = f"not available: {error}"
         yield f"{name:14} {entry.label:14} {text}"
 
 

@@ -39,7 +39,7 @@ def unexpected(error: Exception, directory: Path) -> str:
         trace.write_text("".join(traceback.format_exception(error)))
     except OSError:
         return line
-    return f"{line} (all of it: {trace})"
+    return f"{line} (full traceback: {trace})"
 
 
 def not_utf8(path: Path, error: UnicodeDecodeError) -> str:

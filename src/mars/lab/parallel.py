@@ -162,7 +162,7 @@ def shape(run: Run) -> World:
     if not launched():
         if loop.parallel != "auto":
             raise LabError(
-                f"loop.parallel is {loop.parallel}, but this is one process: begin with "
+                f"loop.parallel is {loop.parallel}, but this is one process: start it with "
                 "`torchrun --nproc_per_node=N -m mars.lab train`, or give --loop.parallel auto"
             )
         return World()

@@ -61,7 +61,7 @@ def read(path: Path) -> Any:
             f"{path.parent.name}: {path.name} does not fit in the GPU's memory beside what is there"
         ) from error
     except (pickle.UnpicklingError, RuntimeError, OSError, ValueError, EOFError) as error:
-        what = "it holds more than tensors and plain values, or is no file of torch.save"
+        what = "it holds more than tensors and plain values, or was not written by torch.save"
         raise CheckpointError(f"{path.parent.name}: {path.name} is not loaded: {what}") from error
 
 

@@ -50,7 +50,7 @@ def race_command(words: list[str]) -> int:
     recipe, words = arguments.recipe_of(words, "gpt-tiny", "mars race")
     words = arguments.shorthands(words)
     if "--optimizer.name" in words:
-        raise UsageError("a race has several: --optimizers NAME NAME …")
+        raise UsageError("a race takes several optimizers: --optimizers NAME NAME …")
     base = arguments.base_run(recipe, words)
     default = arguments.with_defaults(RaceArgs, base)
     about = (
@@ -69,7 +69,7 @@ def plan(args: RaceArgs, base: Run, asked: Asked, directory: Path) -> list[Job]:
     if args.seeds < 1 or not args.rates or not all(0 < rate < math.inf for rate in args.rates):
         raise LabError("a race needs at least one seed and rates above 0")
     if args.jobs is not None and args.jobs < 1:
-        raise LabError(f"--jobs must be 1 or more, it is {args.jobs}")
+        raise LabError(f"--jobs must be 1 or more, not {args.jobs}")
     asked = {part: fields for part, fields in asked.items() if part != "keep"}
     jobs = []
     for seed in range(args.loop.seed, args.loop.seed + args.seeds):
@@ -91,7 +91,7 @@ def _entrant(text: str, base: Run, asked: Asked) -> Run:
     """The run of ``NAME`` or ``NAME@RATE``: its recipe, what a file overrides, what was asked."""
     name, at, rate = text.partition("@")
     if at and not rate:
-        raise LabError(f"{text!r} is no NAME@RATE: it has no rate")
+        raise LabError(f"{text!r} is not NAME@RATE: the rate is missing")
     known = base.recipe in recipes.RECIPES
     if name == base.optimizer.name:
         own = base
@@ -113,7 +113,7 @@ def _entrant(text: str, base: Run, asked: Asked) -> Run:
             raise LabError(f"{text!r}: a rate must be above 0 and finite")
         return _at_rate(own, float(rate))
     except ValueError:
-        raise LabError(f"{text!r} is no NAME@RATE: {rate!r} is no number") from None
+        raise LabError(f"{text!r} is not NAME@RATE: {rate!r} is not a number") from None
 
 
 def _kept(args: RaceArgs) -> dict[str, Any]:

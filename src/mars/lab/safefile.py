@@ -43,9 +43,9 @@ class SafeFile:
         try:
             header = json.loads(self._bytes[8 : 8 + length].tobytes())
         except ValueError:
-            raise SafeFileError("its header is no JSON") from None
+            raise SafeFileError("its header is not JSON") from None
         if not isinstance(header, dict):
-            raise SafeFileError("its header is no JSON object")
+            raise SafeFileError("its header is not a JSON object")
         metadata = header.pop("__metadata__", None) or {}
         self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
         self._begin = 8 + length
@@ -80,7 +80,7 @@ def _entry(name: str, entry: Any, size: int) -> tuple[str, list[int], int, int]:
         whole = all(type(n) is int and 0 <= n < 1 << 63 for n in (begin, end, *shape))
         known = dtype in DTYPES
     except (TypeError, KeyError, ValueError):
-        raise SafeFileError(f"its header says nothing sensible of {name}") from None
+        raise SafeFileError(f"its header describes {name} wrongly") from None
     if not known:
         raise SafeFileError(f"{name} is of type {dtype}, which is not read here")
     if not whole or end > size or end - begin != math.prod(shape) * DTYPES[dtype].itemsize:

@@ -57,7 +57,7 @@ def space(run: Run, names: Sequence[Name] | None = None) -> dict[str, Range]:
         raise LabError("--search names nothing to search: lr, lr_1d, weight_decay or gamma")
     for name in names:
         if name in ("gamma", "lr_1d") and o.name in REGISTRY and name not in uses:
-            raise LabError(f"--search {name}: it is no option of {o.name}")
+            raise LabError(f"--search {name}: {o.name} has no such option")
     gamma = PUBLISHED_GAMMA if o.gamma is None else o.gamma
     ranges = {
         "lr": lambda: _around(o.lr, "lr"),

@@ -89,7 +89,7 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place there")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed there")
 
 
 class _Reader(FileSystemReader):
@@ -105,10 +105,10 @@ def index(path: Path) -> Metadata:
     except (pickle.UnpicklingError, EOFError, AttributeError, OSError) as error:
         raise CheckpointError(f"{path.name}: {SHARDS} is not loaded: {error}") from error
     if not isinstance(found, Metadata):
-        raise CheckpointError(f"{path.name}: {SHARDS} is no index of tensors")
+        raise CheckpointError(f"{path.name}: {SHARDS} is not an index of tensors")
     for name, entry in found.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{path.name}: {name} in {SHARDS} is no tensor")
+            raise CheckpointError(f"{path.name}: {name} in {SHARDS} is not a tensor")
     return found
 
 

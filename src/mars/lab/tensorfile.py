@@ -89,7 +89,7 @@ def difference(path: Path, tensors: Mapping[str, Tensor]) -> str | None:
     try:
         file = SafeFile(path)
     except SafeFileError as error:
-        return f"{path.name} is no safetensors file: {error}"
+        return f"{path.name} is not a safetensors file: {error}"
     saved = _stored(file)
     for name, t in tensors.items():
         if name not in saved:

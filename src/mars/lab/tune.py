@@ -73,7 +73,7 @@ def tune(args: TuneArgs, directory: Path, command: str) -> int:
     for name in ("trials", "seeds", "jobs"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise LabError(f"--{name} must be 1 or more, it is {value}")
+            raise LabError(f"--{name} must be 1 or more, not {value}")
     search.require_optuna()
     run = arguments.as_run(args)
     ranges = search.space(run, args.search)

@@ -146,7 +146,7 @@ class LocalDocuments:
         except OSError as error:
             raise LabError(f"{path} cannot be read: {error.strerror or error}") from error
         except EOFError as error:
-            raise LabError(f"{path} is cut short") from error
+            raise LabError(f"{path} is truncated") from error
         except zlib.error as error:
             raise LabError(f"{path} is damaged: {error}") from error
         except UnicodeDecodeError as error:
@@ -298,6 +298,6 @@ def text_of(record: Any, field: str, where: str) -> str:
     if not isinstance(record, dict):
         raise LabError(f"{where}: a {type(record).__name__}, not an object with a field {field!r}")
     if field in record:
-        raise LabError(f"{where}: the field {field!r} holds no text, but {record[field]!r:.40}")
+        raise LabError(f"{where}: the field {field!r} holds {record[field]!r:.40}, not text")
     has = ", ".join(map(str, record)) or "none"
-    raise LabError(f"{where}: no field {field!r} (there are: {has}); say --text-field")
+    raise LabError(f"{where}: no field {field!r} (there are: {has}); give --text-field")

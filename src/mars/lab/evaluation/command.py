@@ -99,7 +99,7 @@ def _check(args: EvalArgs) -> None:
     for name in ("limit", "batch_tokens"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise LabError(f"{name.replace('_', '-')} must be 1 or more, it is {value}")
+            raise LabError(f"{name.replace('_', '-')} must be 1 or more, not {value}")
     if args.out is not None and not Path(args.out).resolve().parent.is_dir():
         raise LabError(f"{args.out}: the folder {Path(args.out).parent} does not exist")
     if args.out is not None and Path(args.out).is_dir():

@@ -101,7 +101,7 @@ def open_tasks(paths: Sequence[str], names: list[str] | None, limit: int | None)
         names = [name for name, file in found.items() if file in single and _shortest(name, found)]
         names = names or [name for name in USUAL if name in found]
         if not names:
-            raise LabError(f"{where} has no task that is known here: name one with --tasks")
+            raise LabError(f"{where} has no known task: name one with --tasks")
     for name in names:
         if name not in found:
             raise LabError(
@@ -121,7 +121,7 @@ def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise LabError(f"--data {path} is not there")
+        raise LabError(f"--data {path} does not exist")
     return sorted(path.glob("*.jsonl"))
 
 
@@ -156,7 +156,7 @@ def _record(line: str, where: str) -> Record:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise LabError(f"{where}: no JSON ({error})") from None
+        raise LabError(f"{where}: not JSON ({error})") from None
     if not isinstance(record, dict):
         raise LabError(f"{where}: an item must be an object")
     return record

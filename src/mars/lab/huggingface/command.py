@@ -46,7 +46,7 @@ def export_command(args: ExportArgs) -> Path:
     writing.write(out, loaded, card(loaded, home), overwrite=args.overwrite)
     unused = loaded.model.config.vocab_size - loaded.words.vocab_size
     if unused > 0:
-        sys.stdout.write(f"without {unused} rows of the embedding, which are no tokens\n")
+        sys.stdout.write(f"left out {unused} rows of the embedding that are not tokens\n")
     sys.stdout.write(f"{out}\n")
     return out
 

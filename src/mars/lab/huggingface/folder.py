@@ -66,8 +66,8 @@ class Folder:
                 theirs = stored if name == "vocab.json" else stored.get("model", {}).get("vocab")
                 if not isinstance(theirs, dict) or not _same(theirs, own):
                     raise LabError(
-                        f"{self.path / name} is another vocabulary than {words.name}'s, which is "
-                        "not known here"
+                        f"{self.path / name} is not the vocabulary of {words.name}, the only one "
+                        "known here"
                     )
         return words
 
@@ -101,7 +101,7 @@ class Folder:
             try:
                 file = SafeFile(path)
             except SafeFileError as error:
-                raise LabError(f"{path} is no safetensors file: {error}") from None
+                raise LabError(f"{path} is not a safetensors file: {error}") from None
             except OSError as error:
                 raise LabError(f"{path} cannot be read: {reason(error)}") from error
             for name in file.names:
@@ -119,5 +119,5 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise LabError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
-        raise LabError(f"{path} holds no object")
+        raise LabError(f"{path} does not hold a JSON object")
     return values

@@ -63,7 +63,7 @@ def check(folder: Path, overwrite: bool) -> None:
         if not overwrite:
             raise LabError(f"{folder} is not empty: choose another --out, or give --overwrite")
         if not is_folder(folder):
-            raise LabError(f"{folder} is no Hugging Face folder: it is not overwritten")
+            raise LabError(f"{folder} is not a Hugging Face folder: it is not overwritten")
     elif folder.exists() and not folder.is_dir():
         raise LabError(f"{folder} is a file: choose another --out")
 

@@ -75,7 +75,7 @@ def _batch(data: bytes, labels: bytes | int, where: str) -> tuple[Bytes, Labels]
     if isinstance(labels, int):
         record = labels + IMAGE
         if len(data) % record:
-            raise LabError(f"{where} has {len(data)} bytes, which is no multiple of {record}")
+            raise LabError(f"{where} has {len(data)} bytes, not a multiple of {record}")
         rows = np.frombuffer(data, np.uint8).reshape(-1, record)
         return rows[:, labels:], rows[:, labels - 1].astype(np.int64)
     found = load(data, where)

@@ -94,7 +94,7 @@ def _persist(
             kept = f"; {file.tell():,} bytes are kept" if file.tell() else ""
             raise LabError(
                 f"cannot download {url}: {problem}, {RETRIES} times in a row{kept}: run the same "
-                "command to go on"
+                "command to resume"
             )
         time.sleep(wait * 2**failures)
 

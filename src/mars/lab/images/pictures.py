@@ -89,7 +89,7 @@ def read_mosaic(tree: Tree, progress: Progress | None = None) -> Raw:
 def _tiles(picture: Bytes, name: str, source: str) -> Bytes:
     _, height, width = picture.shape
     if height % SIDE or width % SIDE:
-        raise LabError(f"{name} of {source} is no mosaic of {SIDE}×{SIDE}: {width}×{height}")
+        raise LabError(f"{name} of {source} is not a mosaic of {SIDE}×{SIDE}: {width}×{height}")
     split = picture.reshape(3, height // SIDE, SIDE, width // SIDE, SIDE)
     return split.transpose(1, 3, 0, 2, 4).reshape(-1, 3, SIDE, SIDE)
 
@@ -113,7 +113,9 @@ def _by_folder(tree: Tree, split: str) -> list[tuple[str, str]]:
         if name.startswith(f"{split}/") and _is_picture(name):
             parts = name.split("/")
             if len(parts) < 3:
-                raise LabError(f"{name} of {tree.source} is in no folder of a class: {split}/CLASS")
+                raise LabError(
+                    f"{name} of {tree.source} is not in the folder of a class, {split}/CLASS"
+                )
             found.append((name, parts[1]))
     return found
 
@@ -153,7 +155,7 @@ def _decode(tree: Tree, name: str, size: tuple[int, ...] | None) -> Bytes:
         raise
     except Exception as error:  # a damaged picture can raise anything
         why = str(error).partition(" <_io")[0]  # the name of an object says nothing
-        raise LabError(f"{name} of {tree.source} is no picture, or is damaged: {why}") from error
+        raise LabError(f"{name} of {tree.source} is not a picture, or is damaged: {why}") from error
 
 
 def _pillow(source: str) -> Any:

@@ -99,5 +99,7 @@ def _tar(path: Path) -> dict[str, bytes]:
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         lines = str(error).splitlines()  # tarfile lists all that it tried
         why = f" ({lines[0]})" if len(lines) == 1 else ""
-        raise LabError(f"{path} is no tar or zip, or is damaged{why}: download it again") from error
+        raise LabError(
+            f"{path} is not a tar or zip file, or is damaged{why}: download it again"
+        ) from error
     return content

@@ -93,12 +93,12 @@ def job_of(name: str, args: PlanArgs) -> Job:
     model = models.find(name)
     if args.context is not None:
         if args.context < 1:
-            raise LabError(f"--context must be above 0, it is {args.context}")
+            raise LabError(f"--context must be above 0, not {args.context}")
         model = models.at_context(model, args.context)
     cluster = check(Cluster(find_gpu(args.gpu), args.gpus, args.nodes_of, args.strategy))
     batch = max(model.run.loop.batch_size, args.gpus) if args.batch is None else args.batch
     if batch < 1:
-        raise LabError(f"--batch must be above 0, it is {args.batch}")
+        raise LabError(f"--batch must be above 0, not {args.batch}")
     micro = args.micro_batch
     if micro is None:
         micro = predict.default_micro_batch(model, cluster, batch, args.recompute)

@@ -45,7 +45,7 @@ class Cluster:
 def check(cluster: Cluster) -> Cluster:
     for name, value in (("gpus", cluster.gpus), ("nodes-of", cluster.node)):
         if value < 1:
-            raise LabError(f"--{name} must be above 0, it is {value}")
+            raise LabError(f"--{name} must be above 0, not {value}")
     if cluster.gpus > cluster.node and cluster.gpus % cluster.node:
         raise LabError(f"--gpus ({cluster.gpus}) must be a multiple of --nodes-of ({cluster.node})")
     return cluster

@@ -124,7 +124,7 @@ def check(job: Job) -> Job:
         most = job.batch // job.cluster.gpus
         raise LabError(
             f"--micro-batch must be 1 to {most} ({job.batch} sequences on {job.cluster.gpus} "
-            f"GPUs), it is {job.micro_batch}"
+            f"GPUs), not {job.micro_batch}"
         )
     if job.mfu is not None and not 0 < job.mfu <= 1:
         raise LabError(f"--mfu is a share of the peak, above 0 to 1, not {job.mfu}")

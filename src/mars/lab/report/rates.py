@@ -91,7 +91,7 @@ def read_rates(path: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise LabError(f"{path}: not a JSON file: {error}") from error
     if not isinstance(rates, dict) or not isinstance(rates.get("optimizers"), dict):
-        raise LabError(f"{path}: a file of rates has an object 'optimizers'")
+        raise LabError(f"{path}: a file of rates must have an object 'optimizers'")
     try:
         from_grid(rates)
     except LabError as error:

@@ -104,7 +104,7 @@ def _only_judge(study: Study, directory: Path, take: tuple[str, ...]) -> None:
     """Check that there are results that a verdict can be made from."""
     file = Results(directory)
     if not file.path.exists() and not take:
-        raise LabError(f"{file.path} is not there: nothing has been run, or give --out")
+        raise LabError(f"{file.path} does not exist: nothing has been run yet, or give --out")
     with RunDirectory(directory, NAME).lock() if take else nullcontext():
         _take(study, file, take)
     results = file.read()
@@ -183,10 +183,10 @@ def _check(args: StudyArgs) -> None:
     for name, least in (("seconds", 5.0), ("jobs", 1), ("seeds", 3)):
         value = getattr(args, name)
         if value is not None and not least <= value < math.inf:
-            raise LabError(f"--{name} must be {least:g} or more, it is {value:g}")
+            raise LabError(f"--{name} must be {least:g} or more, not {value:g}")
     for other in args.take:
         if not Results(Path(other)).path.exists():
-            raise LabError(f"--take: {Results(Path(other)).path} is not there")
+            raise LabError(f"--take: {Results(Path(other)).path} does not exist")
     if args.verdict_only and (args.arms or args.jobs or args.seconds or args.device):
         raise LabError("--verdict-only runs nothing: it goes with --out, --take and --seeds")
     if args.times and (args.verdict_only or args.take or args.seeds or args.jobs or args.seconds):

@@ -120,9 +120,9 @@ class Study:
         for comparison in self.comparisons:
             for label in comparison.arms:
                 if label not in labels:
-                    raise LabError(f"study {self.name}: {label!r} is compared, but is no arm")
+                    raise LabError(f"study {self.name}: {label!r} is compared, but is not an arm")
         if self.seeds < 3:
-            raise LabError(f"study {self.name}: seeds must be 3 or more, it is {self.seeds}")
+            raise LabError(f"study {self.name}: seeds must be 3 or more, not {self.seeds}")
 
     def arm(self, label: str) -> Arm:
         return next(arm for arm in self.arms if arm.label == label)

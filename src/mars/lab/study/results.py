@@ -90,7 +90,7 @@ class Results:
                 raise ValueError
         except (ValueError, TypeError, KeyError, AttributeError):
             raise LabError(
-                f"{self.path}: line {number} is damaged: remove it, and its run is run again"
+                f"{self.path}: line {number} is damaged: remove it, and that run is done again"
             ) from None
         return result
 

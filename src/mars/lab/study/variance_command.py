@@ -47,7 +47,7 @@ class VarianceArgs:
 def variance_command(args: VarianceArgs) -> int:
     """The command."""
     if args.seeds < 1:
-        raise LabError(f"--seeds must be 1 or more, it is {args.seeds}")
+        raise LabError(f"--seeds must be 1 or more, not {args.seeds}")
     e = Experiment(seeds=args.seeds)
     directory = RunDirectory(args.out)
     with directory.lock():
@@ -77,7 +77,8 @@ def _begun(kept: Kept) -> dict[Which, list[Look]]:
     """What an earlier process has done of it."""
     looks = kept.read()
     if looks is None:
-        sys.stderr.write(f"begins again: {kept.path} is of other code, torch or another machine\n")
+        made = "other code, another torch or another machine"
+        sys.stderr.write(f"starting again: {kept.path} was made by {made}\n")
     elif looks:
         sys.stderr.write(f"resuming: {len(looks)} trajectories are done\n")
     return looks or {}

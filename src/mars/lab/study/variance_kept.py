@@ -49,7 +49,7 @@ class Kept:
         except OSError as error:
             raise LabError(f"cannot read {self.path}: {reason(error)}") from error
         except (ValueError, KeyError, TypeError):
-            raise LabError(f"{self.path} is damaged: remove it, and all begins again") from None
+            raise LabError(f"{self.path} is damaged: remove it to start again") from None
 
     def write(self, looks: Mapping[Which, list[Look]], seconds: float) -> None:
         """Keep what is done, and how long this process has taken. Floats come back to the bit."""
