@@ -322,9 +322,11 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str]
     ),
     "fewer": (
         lambda: nn.ModuleDict({"wte": nn.Embedding(11, 8)}),
-        OPTIMIZERS["adamw"], r"it has fc\.bias, the model has not",
+        OPTIMIZERS["adamw"], r"it has fc\.bias, which the model lacks",
     ),
-    "dtype": (lambda: Tiny().bfloat16(), OPTIMIZERS["adamw"], r"wte\.weight is of type F32"),
+    "dtype": (
+        lambda: Tiny().bfloat16(), OPTIMIZERS["adamw"], r"wte\.weight is of type torch\.float32",
+    ),
     "class": (Tiny, OPTIMIZERS["sgd"], "saved by AdamW, this is SGD"),
     "groups": (
         Tiny,

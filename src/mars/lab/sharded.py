@@ -33,6 +33,7 @@ from mars.lab.parallel import World
 from mars.lab.retention import OPTIMIZER, SHARDS
 from mars.lab.rundir import reason
 from mars.lab.sealed import CheckpointError, HashedFile
+from mars.lab.tensorfile import mismatch
 
 MODEL_PREFIX = "model."
 _DCP = "torch.distributed.checkpoint"
@@ -167,17 +168,12 @@ class Shards:
 
     def difference(self, target: Mapping[str, Tensor]) -> str | None:
         """The first thing in which its model does not fit these tensors."""
-        cut = len(MODEL_PREFIX)
-        saved = {k[cut:]: v for k, v in self.entries.items() if k.startswith(MODEL_PREFIX)}
-        for name, t in target.items():
-            entry = saved.pop(name, None)
-            if entry is None:
-                return f"it lacks {name}"
-            if entry.size != t.shape:
-                return f"{name} has shape {tuple(entry.size)}, the model's {tuple(t.shape)}"
-            if entry.properties.dtype != t.dtype:
-                return f"{name} is of type {entry.properties.dtype}, the model's {t.dtype}"
-        return f"it has {min(saved)}, the model has not" if saved else None
+        saved = {
+            name.removeprefix(MODEL_PREFIX): (entry.size, entry.properties.dtype)
+            for name, entry in self.entries.items()
+            if name.startswith(MODEL_PREFIX)
+        }
+        return mismatch(saved, target)
 
     def optimizer_state(self, model: nn.Module, optimizer: Any) -> Any:
         """The state_dict for this optimizer, its tensors laid out as its parameters."""

@@ -8,7 +8,7 @@ way; and it refuses tied weights. Here a tied tensor is written once, and the fi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -90,17 +90,29 @@ def difference(path: Path, tensors: Mapping[str, Tensor]) -> str | None:
         file = SafeFile(path)
     except SafeFileError as error:
         return f"{path.name} is not a safetensors file: {error}"
-    saved = _stored(file)
+    return mismatch(
+        {
+            name: (file.shape(stored), safefile.DTYPES[file.dtype(stored)])
+            for name, stored in _stored(file).items()
+        },
+        tensors,
+    )
+
+
+def mismatch(
+    saved: Mapping[str, tuple[Sequence[int], torch.dtype]], tensors: Mapping[str, Tensor]
+) -> str | None:
+    """The first thing in which saved shapes and dtypes do not fit a model's tensors."""
     for name, t in tensors.items():
         if name not in saved:
             return f"it lacks {name}"
-        shape, dtype = file.shape(saved[name]), file.dtype(saved[name])
-        if shape != list(t.shape):
+        shape, dtype = saved[name]
+        if tuple(shape) != tuple(t.shape):
             return f"{name} has shape {tuple(shape)}, the model's {tuple(t.shape)}"
-        if dtype != DTYPES.get(t.dtype):
+        if dtype != t.dtype:
             return f"{name} is of type {dtype}, the model's {t.dtype}"
     unknown = sorted(set(saved) - set(tensors))
-    return f"it has {unknown[0]}, the model has not" if unknown else None
+    return f"it has {unknown[0]}, which the model lacks" if unknown else None
 
 
 def _stored(file: SafeFile) -> dict[str, str]:
