@@ -118,16 +118,11 @@ def main(words: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # an ASCII terminal gets ? for what it cannot show
             stream.reconfigure(errors="replace")
-    if not words or words[0] in ("-h", "--help", "help"):
-        sys.stdout.write(USAGE)
-        return 0
-    if words[0] in ("-V", "--version"):
-        import mars
-
-        sys.stdout.write(f"mars {mars.__version__}\n")
-        return 0
+    name = words[0] if words else "help"
     try:
-        return _run(words[0], words[1:])
+        code = _run(name, words[1:])
+        sys.stdout.flush()
+        return code
     except LabError as error:
         if _reported_elsewhere(error):
             time.sleep(1.0)  # torchrun ends the others when one has ended: who speaks goes first
@@ -137,7 +132,7 @@ def main(words: list[str] | None = None) -> int:
         if error.name is None or error.name.startswith("mars"):
             raise
         return _fail(
-            f"mars {words[0]} needs {error.name}, which is not installed "
+            f"mars {name} needs {error.name}, which is not installed "
             '(pip install ".[lab]" in the source directory installs everything mars uses)'
         )
     except BrokenPipeError:  # the reader of our output has gone, as in `mars --help | head`
@@ -151,14 +146,20 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _run(name: str, words: list[str]) -> int:
+    if name in ("-h", "--help", "help"):
+        sys.stdout.write(USAGE)
+        return 0
+    if name in ("-V", "--version"):
+        import mars
+
+        sys.stdout.write(f"mars {mars.__version__}\n")
+        return 0
     if name != "train" and "TORCHELASTIC_RUN_ID" in os.environ:
         raise LabError(f"mars {name} runs as one process: torchrun is for mars train")
     if name not in COMMANDS:
         hint = meant(name, COMMANDS) or f"known: {', '.join(COMMANDS)}"
         raise LabError(f"unknown command {name!r}: {hint}")
-    code = COMMANDS[name](words)
-    sys.stdout.flush()
-    return code
+    return COMMANDS[name](words)
 
 
 def _fail(text: str, status: int = 1) -> int:
