@@ -14,3 +14,10 @@ def mars(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     nursery = Nursery(tmp_path_factory.mktemp("nursery"))
     yield nursery
     nursery.close()
+
+
+@pytest.fixture(autouse=True)
+def _nobody_outlives_a_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "mars" in request.fixturenames:
+        request.getfixturevalue("mars").clear()

@@ -7,6 +7,7 @@ is the parent: it reads requests, one JSON object a line.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -64,6 +65,7 @@ class Nursery:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.count = folder, 0
+        self.started: list[Process] = []
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         self.parent = subprocess.Popen(
             [sys.executable, __file__, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -90,11 +92,21 @@ class Nursery:
             err.touch()  # there, and empty, when the child is killed before it opens them
         out.touch()
         request = {"words": [str(w) for w in words], "fault": fault, "out": str(out)}
-        return Process(self, self.ask({**request, "err": str(err)})["pid"], out, err)
+        process = Process(self, self.ask({**request, "err": str(err)})["pid"], out, err)
+        self.started.append(process)
+        return process
 
     def run(self, *words: str | Path, fault: str = "") -> Ended:
         """Start `mars WORDS` and wait for its end."""
         return self.start(*words, fault=fault).wait()
+
+    def clear(self) -> None:
+        """End what a test has left running: it would take the time of all that follow."""
+        for process in self.started:
+            if process.ended is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send(signal.SIGKILL)
+        self.started = []
 
     def close(self) -> None:
         """End it; it ends what it started."""
