@@ -128,7 +128,7 @@ def test_a_task_whose_worker_dies_is_begun_again_and_no_other_is(
     crew: Crew, tmp_path: Path
 ) -> None:
     other = crew.submit(pid_after, 0.0).result()
-    slow = crew.submit(pid_after, 4.0)
+    slow = crew.submit(pid_after, 1.0)
     again = crew.submit(die, signal.SIGSEGV, tmp_path / "flag")
     assert again.result() not in (other, os.getpid())
     assert said == ["starting a run again: its process was ended by SIGSEGV"]

@@ -22,6 +22,7 @@ from typing import Any
 from mars.lab import workers
 from mars.lab.errors import LabError
 
+START = "spawn"  # how a worker begins: anew, for neither a GPU nor threads survive a fork
 LOOK = 1.0  # seconds between looks at a worker that says nothing
 PATIENCE = 5.0  # seconds for a worker that is not needed any more to end
 
@@ -38,7 +39,7 @@ class _Worker:
     """A process, and the pipe to it."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(START)
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=workers.serve, args=(theirs,))
         self.process.start()
