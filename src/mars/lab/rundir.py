@@ -14,7 +14,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from mars.lab.errors import LabError
 
@@ -76,6 +76,14 @@ def sync_directory(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def digest_of(path: Path, digest: Any) -> str:
+    """What a new digest of hashlib makes of a file's bytes, in hexadecimal."""
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return str(digest.hexdigest())
 
 
 def drop_torn_line(descriptor: int) -> None:

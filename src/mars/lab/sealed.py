@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from mars.lab.errors import LabError
-from mars.lab.rundir import reason, sync_directory
+from mars.lab.rundir import digest_of, reason, sync_directory
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-_CHUNK = 1 << 22
 
 
 class CheckpointError(LabError):
@@ -154,15 +153,12 @@ def verify(folder: Path, part: tuple[int, int] = (0, 1)) -> dict[str, Any]:
     """
     manifest = read_manifest(folder)
     for name, seal in list(manifest["files"].items())[part[0] :: part[1]]:
-        digest = hashlib.sha256()
         try:
-            with open(folder / name, "rb") as file:
-                while chunk := file.read(_CHUNK):
-                    digest.update(chunk)
+            found = digest_of(folder / name, hashlib.sha256())
         except OSError as error:
             raise CheckpointError(
                 f"{folder.name}: {name} cannot be read: {reason(error)}"
             ) from error
-        if digest.hexdigest() != seal["sha256"]:
+        if found != seal["sha256"]:
             raise CheckpointError(f"{folder.name}: {name} does not match its checksum")
     return manifest

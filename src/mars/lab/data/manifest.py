@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mars.lab.errors import LabError
-from mars.lab.rundir import write_atomically
+from mars.lab.rundir import digest_of, write_atomically
 
 FILE = "manifest.json"
 FORMAT = "mars.data"
@@ -117,8 +117,4 @@ def verify(directory: Path, progress: Callable[[str], None] | None = None) -> Ma
 
 def sha256_of(path: Path) -> str:
     """The sha256 of a file's bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+    return digest_of(path, hashlib.sha256())

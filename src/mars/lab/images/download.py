@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mars.lab.errors import LabError
-from mars.lab.rundir import reason, sync_directory
+from mars.lab.rundir import digest_of, reason, sync_directory
 
 Progress = Callable[[int, int | None], None]
 BLOCK = 1 << 18
@@ -160,8 +160,4 @@ def _receive(response: HTTPResponse) -> bytes:
 
 
 def _md5(path: Path) -> str:
-    digest = hashlib.md5(usedforsecurity=False)
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    return digest_of(path, hashlib.md5(usedforsecurity=False))
