@@ -19,7 +19,7 @@ from mars.lab.hardware import choose_device
 from mars.lab.optimizers import build
 from mars.lab.pool import Job, cores, run_all, threads
 from mars.lab.recipes import settings
-from mars.lab.report import Summary
+from mars.lab.report import Summary, units
 from mars.lab.rundir import RunDirectory, write_atomically
 
 FIELD = ("adamw", "lion", "muon", "mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
@@ -232,7 +232,7 @@ def failures(failed: dict[str, str]) -> list[str]:
 
 
 def _more(count: int) -> str:
-    return f" and {count} more run{'s' * (count > 1)}" if count else ""
+    return f" and {units.count(count, 'more run')}" if count else ""
 
 
 def grid_of(summary: Summary, about: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from mars.lab import optimizers
 from mars.lab.errors import LabError
-from mars.lab.report import compare, statistics
+from mars.lab.report import compare, statistics, units
 from mars.lab.report.measure import Measure
 from mars.lab.report.rates import Sensitivity, from_grid, from_runs
 from mars.lab.report.runs import RunLog, Series
@@ -123,7 +123,7 @@ def summarise(
     for (setting, label), members in groups.items():
         why = None if setting == usual else compare.contrast(setting, usual)
         if why is not None:
-            warnings.append(f"not comparable: {label}, {_count(len(members), 'run')}: {why}")
+            warnings.append(f"not comparable: {label}, {units.count(len(members), 'run')}: {why}")
         entry, said = _entry(label, members, why)
         entries.append(entry)
         warnings += said
@@ -175,7 +175,7 @@ def _entry(label: str, members: Sequence[RunLog], why: str | None) -> tuple[Entr
         if run.status != "done":
             warnings.append(f"{label}, lr {run.lr:g}, seed {run.seed}: {describe(run)}")
         if run.ignored:
-            lines = _count(run.ignored, "line")
+            lines = units.count(run.ignored, "line")
             warnings.append(f"{label}, seed {run.seed}: {lines} of its log could not be read")
     return entry, warnings
 
@@ -346,7 +346,3 @@ def _general(entries: Sequence[Entry], base: Entry | None, asked: str) -> list[s
     if len(codes) > 1:
         warnings.append("the runs were made by different versions of the sources")
     return warnings
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"

@@ -111,3 +111,12 @@ def _three(value: float) -> str:
     decimals = max(0, 2 - math.floor(math.log10(abs(value)) + 1e-12))
     text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def count(n: int, what: str) -> str:
+    """A number of things.
+
+    >>> count(1, "run"), count(2, "run")
+    ('1 run', '2 runs')
+    """
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"

@@ -18,6 +18,7 @@ from mars.lab import hardware, tasks
 from mars.lab.config import Data
 from mars.lab.differences import LATER
 from mars.lab.errors import LabError
+from mars.lab.report import units
 from mars.lab.study.definition import Arm, Study
 from mars.lab.study.results import Result
 
@@ -139,7 +140,7 @@ def check(
             own += [] if value in own else [value]
         if len(groups) > 1:
             said = "; ".join(
-                f"{value}: {_runs(values[value])}"
+                f"{value}: {units.count(values[value], 'run')}"
                 + (", and this machine now" * _is(here, part, value))
                 for own in groups.values()
                 for value in own
@@ -200,7 +201,3 @@ def shared(
 
 def _is(here: dict[str, str] | None, part: str, value: str) -> bool:
     return here is not None and here[part] == value
-
-
-def _runs(count: int) -> str:
-    return f"{count} run" if count == 1 else f"{count} runs"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from mars.lab.report import units
 from mars.lab.report.statistics import Difference, paired, spread, t_quantile
 from mars.lab.study.choice import Ladder, ladders
 from mars.lab.study.definition import Claim, Comparison, Study
@@ -66,8 +67,8 @@ def _judge(c: Comparison, found: Mapping[str, Ladder], seeds: int) -> Judged:
     if needed is None:
         why = "the interval contains the claim's limit, and no number of seeds can be named"
         return Judged(c, "not resolved", d, why)
-    more = "seed" if needed - n == 1 else "seeds"
-    said = f"about {needed - n} more {more}" if needed <= MOST else f"more than {MOST} seeds"
+    more = units.count(needed - n, "more seed")
+    said = f"about {more}" if needed <= MOST else f"more than {MOST} seeds"
     why = f"the interval contains the claim's limit; {said} would resolve it"
     return Judged(c, "not resolved", d, f"{why} if mean and spread stay", needed - n)
 

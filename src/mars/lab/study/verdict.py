@@ -53,7 +53,7 @@ class Verdict:
         many = {"holds": "hold", "does not hold": "do not hold"}
         said = ", ".join(f"{n} {many.get(s, s) if n > 1 else s}" for s, n in states.items())
         left = f"{self.missing} wanted next" if self.missing else "complete"
-        return f"{_plural(len(self.results), 'run')}, {left}; {said}"
+        return f"{units.count(len(self.results), 'run')}, {left}; {said}"
 
 
 def verdict(
@@ -239,7 +239,3 @@ def markdown(v: Verdict) -> str:
         lines += [f"Diverged: {said}.", ""]
     lines += ["Made with " + "; ".join(made) + "." if made else "Nothing has been run.", ""]
     return "\n".join(lines)
-
-
-def _plural(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
