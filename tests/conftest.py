@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from interpreter import patch_once_a_launch
+
 if not torch.cuda.is_available() and find_spec("triton"):
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+    patch_once_a_launch()
 
 
 @pytest.fixture(autouse=True)

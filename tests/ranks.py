@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+from interpreter import patch_once_a_launch
+
 
 class Ranks:
     """``size`` processes; `run` calls a function of a module in all of them."""
@@ -82,6 +84,8 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     warnings.simplefilter("ignore")  # torch.distributed's own notices
     torch.set_num_threads(1)
+    if "TRITON_INTERPRET" in os.environ:
+        patch_once_a_launch()
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size,
         timeout=timedelta(seconds=60),
