@@ -35,13 +35,13 @@ PATIENCE = 60.0  # seconds for runs to be saved after Ctrl-C
 def packed(results: Sequence[Result]) -> int | None:
     """How many runs went together mostly, since that was tried; None: it has to be tried.
 
-    Not the last number: when the time is nearly up, one more run goes alone.
+    The first begins alone, and so does one for which nearly no time is left: neither decides.
     """
-    counts = Counter(result.at_once for result in results)
+    counts = Counter(result.at_once for result in results[1:] or results)
     if not counts or max(counts) == 1:
         return None
     usual, times = counts.most_common(1)[0]
-    return usual if 2 * times > len(results) else None
+    return usual if 2 * times > counts.total() else None
 
 
 def age() -> float:
