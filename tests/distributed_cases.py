@@ -344,29 +344,23 @@ def state_is_sharded(mars_type: str) -> None:
             assert (value.placements, value.shape) == (p.placements, p.shape)
 
 
-def save(
-    path: str, mars_type: str, strategy: str = "fsdp", mode: str = "approximate"
-) -> list[Tensor]:
+def save(path: str, mars_type: str, strategy: str = "fsdp") -> list[Tensor]:
     """Train, save by torch.distributed.checkpoint, go on; return where that leads."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     world = dist.get_world_size()
     model = spread(make_model(), strategy, world)
-    approximate = mode == "approximate"
-    options = {**OPTIONS, "mars_type": mars_type, "is_approx": approximate}
-    optimizer = MARS(model.parameters(), **options)
-    train(model, optimizer, mode, torch.float64, world, False)
+    optimizer = MARS(model.parameters(), **{**OPTIONS, "mars_type": mars_type})
+    train(model, optimizer, "approximate", torch.float64, world, False)
     optimizer.zero_grad()
     parameters, state = get_state_dict(model, optimizer)
     dcp.save({"model": parameters, "optimizer": state}, checkpoint_id=path)
-    train(model, optimizer, mode, torch.float64, world, False)
+    train(model, optimizer, "approximate", torch.float64, world, False)
     return [full(p) for p in model.parameters()]
 
 
-def load(
-    path: str, mars_type: str, strategy: str = "fsdp", mode: str = "approximate"
-) -> list[Tensor]:
+def load(path: str, mars_type: str, strategy: str = "fsdp") -> list[Tensor]:
     """Load what `save` has written, on however many ranks there are, and go on."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -377,9 +371,7 @@ def load(
         for p in model.parameters():
             p.zero_()
     model = spread(model, strategy, world) if world > 1 else model
-    approximate = mode == "approximate"
-    options = {**OPTIONS, "mars_type": mars_type, "is_approx": approximate}
-    optimizer = MARS(model.parameters(), **options)
+    optimizer = MARS(model.parameters(), **{**OPTIONS, "mars_type": mars_type})
     parameters, state = get_state_dict(model, optimizer)  # a step with lr = 0 makes the state
     assert all(float(full(p).abs().max()) == 0 for p in model.parameters())
     both = {"model": parameters, "optimizer": state}
@@ -387,7 +379,7 @@ def load(
     set_state_dict(
         model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"]
     )
-    train(model, optimizer, mode, torch.float64, world, False)
+    train(model, optimizer, "approximate", torch.float64, world, False)
     return [full(p) for p in model.parameters()]
 
 

@@ -234,22 +234,6 @@ def test_saved_on_two_ranks_and_loaded_on_one_and_two(kind: str, two: Ranks, tmp
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("mode", ["closure", "protocol"])
-def test_exact_mode_is_saved_on_two_ranks_and_loaded_on_one_and_two(
-    mode: str, two: Ranks, tmp_path
-) -> None:
-    """Into a fresh optimizer, which has not been told which of the two ways it will go."""
-    path = str(tmp_path / "two")
-    expected, _ = two.run(CASES, "save", path, "mars-adamw", "fsdp", mode)
-    for got in (
-        *two.run(CASES, "load", path, "mars-adamw", "fsdp", mode),
-        *two.run(CASES, "load", path, "mars-adamw", "ddp", mode),
-        distributed_cases.load(path, "mars-adamw", "fsdp", mode),
-    ):
-        for a, b in zip(got, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
-
-
 def test_saved_on_two_ranks_and_loaded_on_three(two: Ranks, tmp_path) -> None:
     three = Ranks(3)
     try:

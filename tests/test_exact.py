@@ -267,51 +267,6 @@ def test_dcp_init_step_does_not_count_as_a_step_of_the_protocol(lr: float | torc
         optimizer.step()
 
 
-@pytest.mark.parametrize("train", [train_by_closure, train_by_protocol])
-def test_state_dicts_of_both_ways_have_the_keys_of_a_fresh_one(train) -> None:
-    """DCP loads into the state that it has made; and saving or loading leaves no marks in ours."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    model, fresh_model = make_model(), make_model()
-    optimizer, _ = train(model, make_batches(3))
-    own = {p: sorted(state) for p, state in optimizer.state.items()}
-    saved = optimizer.state_dict()
-    assert {p: sorted(state) for p, state in optimizer.state.items()} == own
-    fresh = MARS(fresh_model.parameters(), is_approx=False)
-    get_optimizer_state_dict(fresh_model, fresh)
-    made = fresh.state_dict()["state"]
-    for index, state in saved["state"].items():
-        assert state.keys() == made[index].keys()
-        assert all(isinstance(value, torch.Tensor) for value in made[index].values())
-    fresh.load_state_dict(saved)
-    assert [sorted(state) for state in fresh.state.values()] == list(own.values())
-
-
-def test_the_parameters_that_dcp_found_are_not_the_previous_ones() -> None:
-    """Its step has made the state, and then nobody loads it: there is nothing to correct by."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    model, batch = make_model(), make_batches(1)[0]
-    optimizer = MARS(model.parameters(), is_approx=False, gamma=0.5, clip=None)
-    get_optimizer_state_dict(model, optimizer)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(1.0)  # weights from elsewhere
-
-    def closure() -> None:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-
-    with pytest.warns(UserWarning, match="without correction"):
-        optimizer.step(closure)
-    weight = model[0].weight
-    torch.testing.assert_close(optimizer.state[weight]["exp_avg"], 0.05 * weight.grad)
-    assert "previous_grad" not in optimizer.state[weight]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step(closure)
-
-
 def test_old_gradients_are_not_taken_for_new_ones(caplog: pytest.LogCaptureFixture) -> None:
     model, batches = make_model(), make_batches(3)
     optimizer, _ = train_by_protocol(model, batches)

@@ -23,12 +23,8 @@ from mars.state import kind_of, needs_last_grad
 
 logger = logging.getLogger("mars")
 
-# What a closure and what the protocol keeps.
-WAYS = ("last_param", "previous_grad")
-
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.optim.optimizer import Optimizer
 
     from mars.optimizer import MARS
 
@@ -38,19 +34,16 @@ class Memory:
 
     def __init__(self, optimizer: MARS) -> None:
         states = [optimizer.state.get(p, {}) for p in optimizer._all()]
-        holds_previous = any("previous_grad" in own for own in states)
-        self.holds_last_param = any("last_param" in own for own in states)
-        # Buffers of both ways, made for DCP to fill those of one: they say nothing.
-        self.blank = holds_previous and self.holds_last_param
-        self.previous_is_new = holds_previous and not self.blank
+        self.previous_is_new = any("previous_grad" in own for own in states)
         self.stored_previous = False  # since the last step
+        self.holds_last_param = any("last_param" in own for own in states)
         # What the last gradients are: "fresh", "used" by a step, or "repeated".
-        self.last_grads = "used" if self.holds_last_param and not self.blank else "fresh"
+        self.last_grads = "used" if self.holds_last_param else "fresh"
         # Tensors with which the protocol began after other steps: their last gradient is of those.
         self.begun: set[Tensor] = set()
 
 
-def _corrected(optimizer: Optimizer) -> list[Tensor]:
+def _corrected(optimizer: MARS) -> list[Tensor]:
     """The parameters whose last gradient comes from an evaluation of its own."""
     return [
         p
@@ -78,8 +71,7 @@ def evaluate(optimizer: MARS, closure: Callable[[], Any]) -> Any:
             "rank has some: call update_previous_grad() and update_last_grad() of the optimizer "
             "inside instead (docs/distributed.md)"
         )
-    found = [] if optimizer._exact.blank else _states(optimizer)
-    moved = {p: own["last_param"] for p, own in found if "last_param" in own}
+    moved = {p: own["last_param"] for p, own in _states(optimizer) if "last_param" in own}
     if moved:
         _evaluate_there(optimizer, closure, moved)
     loss = closure()
@@ -152,34 +144,23 @@ def remember(optimizer: MARS, with_closure: bool) -> None:
                 own.pop("previous_grad", None)
         memory.previous_is_new = memory.previous_is_new and stored
         memory.last_grads = "used"
-        memory.holds_last_param, memory.blank = True, False
+        memory.holds_last_param = True
         return
     if memory.holds_last_param:  # of a step that will no longer be the previous one
         for _, own in _states(optimizer):
             own.pop("last_param", None)
-        memory.holds_last_param = memory.blank = False
+        memory.holds_last_param = False
     if not corrected:
         return
-    # A step at lr = 0 leaves the parameters where h was taken.
-    idle = all(_is_zero(group["lr"]) for group in optimizer.param_groups)
-    if not idle and any(p.grad is not None for p in corrected):
+    # A step at lr = 0 (DCP makes the state by one) leaves the parameters where h was taken.
+    if any(p.grad is not None for p in corrected) and not all(
+        _is_zero(group["lr"]) for group in optimizer.param_groups
+    ):
         memory.last_grads = "used"
-    if idle and not stored and memory.last_grads == "fresh":
-        # DCP makes the state by such a step; which way's it will load, nobody knows yet.
-        for p, own in _states(optimizer):
-            own["last_param"] = _store(None, p)
-        memory.holds_last_param = memory.blank = True
     for p in corrected:
         own = optimizer.state.get(p, {})
         if "step" in own and "previous_grad" not in own:
             own["previous_grad"] = torch.zeros_like(own["last_grad"])
-
-
-def either_way(optimizer: Optimizer) -> dict[Tensor, tuple[str, ...]]:
-    """The buffers of each parameter by a closure and by the protocol, of which it has one way's."""
-    corrected = set(_corrected(optimizer))
-    everyone = (p for group in optimizer.param_groups for p in group["params"] if corrected)
-    return {p: WAYS if p in corrected else WAYS[:1] for p in everyone}
 
 
 @_disable_dynamo

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mars import exact
 from mars.options import PAIRS, SETTLED, as_float, check_values
 from mars.rule.formats import GROUP
 from mars.sharding import is_sharded
@@ -41,23 +40,15 @@ def save(optimizer: Optimizer, save_by_torch: Callable[[], dict[str, Any]]) -> d
 
 
 def mark_late(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """A state dict in which buffers that a next step will begin with are told from lost ones.
-
-    In exact mode it has the same keys for closures and for the protocol: a 0 stands for what the
-    other would hold. DCP then loads either into the state that its step at lr = 0 has made.
-    """
+    """A state dict in which buffers that a next step will begin with are told from lost ones."""
     places = {id(own): index for index, own in saved["state"].items()}
-    either = exact.either_way(optimizer)
     for p, own, group in _matched(optimizer, saved):
-        if "step" not in own:
-            continue
         wanted = buffers(kind_of(p, group), p, group)
-        made: dict[str, Any] = {n: 0 for n in either.get(p, ()) if n not in own}
-        for name in sorted(LATER & wanted.keys() - own.keys()):
-            # Of an empty parameter a mark could not be told from the buffer: so it is the buffer.
+        missing = LATER & wanted.keys() - own.keys()
+        if missing and "step" in own:
             mark = torch.empty(0, dtype=p.dtype, device=p.device)
-            made[name] = mark if p.numel() else new_buffer(name, wanted[name], p)
-        if made:
+            # Of an empty parameter a mark could not be told from the buffer: so it is the buffer.
+            made = {n: mark if p.numel() else new_buffer(n, wanted[n], p) for n in missing}
             saved["state"][places[id(own)]] = {**own, **made}
     return saved
 
@@ -65,15 +56,6 @@ def mark_late(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
 def _begins(name: str, value: Any, p: Tensor) -> bool:
     """Whether this is such a mark."""
     return name in LATER and isinstance(value, Tensor) and not value.numel() and bool(p.numel())
-
-
-def _is_other_way(name: str, value: Any) -> bool:
-    """Whether this stands for what the other way of exact mode would hold."""
-    return name in exact.WAYS and type(value) is int and value == 0
-
-
-def _of_one_way(saved: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in saved.items() if not _is_other_way(name, value)}
 
 
 def load(
@@ -88,7 +70,6 @@ def load(
 
     def check(_: Optimizer, candidate: dict[str, Any]) -> dict[str, Any]:
         accepted.update(_checked(optimizer, candidate))
-        accepted["state"] = {i: _of_one_way(own) for i, own in accepted["state"].items()}
         _tell(optimizer, accepted)
         return accepted
 

@@ -223,7 +223,7 @@ class MARS(Optimizer):
                     self.state[p]["step"] = self._new_step(p, group, float(count))
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's. An empty tensor or a 0 stands for a buffer that there is not yet."""
+        """As torch's. An empty tensor stands for a buffer that the next step will begin with."""
         return loading.save(self, super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
