@@ -18,7 +18,7 @@ from miniature import run
 from mars.lab import arguments, log, search
 from mars.lab.config import Run, to_json
 from mars.lab.errors import LabError, UsageError
-from mars.lab.recipes.settings import Recommendation, recommended
+from mars.lab.recipes.settings import Recommendation, read, recommended
 from mars.lab.report import load
 from mars.lab.rundir import RunDirectory
 from mars.lab.search import Range, at, at_edge, space, starts
@@ -109,8 +109,10 @@ def test_a_search_begins_with_what_was_measured_then_with_the_recipe(
     assert config["optimizer"]["lr_1d"] == 0.016
     said = capsys.readouterr()
     assert said.err.count("first the recommended ") == 1
-    assert "first the recommended lr 0.032 (best of 4 rates by 10 seeds, " in said.err
-    source = "docs/results/tiny-scale/results.jsonl, Muon"  # not with lr_1d = 2 lr: not searched
+    (of,) = (s for s in read() if s.arm == "Muon" and "tiny-search" in s.source)
+    told = f"first the recommended lr 0.032 (best of {of.rates} rates by {of.seeds} seeds, "
+    assert told in said.err
+    source = f"{of.source}, Muon"  # not with lr_1d = 2 lr: not searched
     own = "then the recipe's own lr 0.016\n"
     assert f"75 times more tokens; {source}); {own}" in said.err
     rows = [line for line in said.out.splitlines() if "the recipe's own" in line]
