@@ -147,6 +147,17 @@ def test_a_better_rate_between_two_rungs_is_tried_and_gets_the_seeds() -> None:
         assert [want.lr for want in done if want.arm == arm].count(1.41e-2) == of.seeds
 
 
+def test_a_parabola_promises_nothing_beyond_the_rates_it_goes_through() -> None:
+    """At seed 0 the next rate below is lower, within noise: its bottom would be 2.5 rungs away."""
+    of = study(noise=0.02)
+    losses = {(2.5e-3, 0): 3.2, (5e-3, 0): 2.98, (1e-2, 0): 3.0, (1e-2, 1): 2.9, (2e-2, 0): 3.03,
+              (4e-2, 0): 3.2}  # fmt: skip
+    found = ladders(of, [result(of, "AdamW", *key, loss) for key, loss in losses.items()])["AdamW"]
+    found = replace(found, noise=0.02)
+    assert (found.best, found.bracketed) == (1e-2, True)
+    assert found.between() is None
+
+
 def test_a_rate_between_two_rungs_is_not_tried_for_less_than_noise() -> None:
     of = study(noise=0.1)
     flat = valley({"AdamW": 1.3e-2, "MARS": 1.3e-2})  # 0.014 between 0.01 and 0.013

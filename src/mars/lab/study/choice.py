@@ -138,8 +138,8 @@ class Ladder:
         shared = set.intersection(*(set(self.losses[lr]) for lr in tried))
         points = self._beside_best(sorted(shared))
         found = lowest(points) if points is not None else None
-        if points is None or found is None:
-            return None
+        if points is None or found is None or not points[0][0] < found[0] < points[2][0]:
+            return None  # nothing is promised, or only beyond the rates that it is seen from
         gain, side = points[1][1] - found[1], 1 if found[0] > points[1][0] else -1
         rungs = [side * math.log(lr / best, self.arm.factor) for lr in self.losses]
         if gain <= self.noise or any(0 < rung < HALF * CLOSE for rung in rungs):
