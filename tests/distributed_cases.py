@@ -556,7 +556,7 @@ def fused_parts(options: dict[str, Any]) -> tuple[str, int]:
     return mars.explain(optimizer), sum(len(b.x) for _, own in plan.outside for b in own)
 
 
-def parts_on_a_gpu(options: dict[str, Any]) -> float:
+def parts_on_a_gpu(options: dict[str, Any], dtype: str = "float32") -> float:
     """Parameters cut by rows on one GPU that all ranks share; how far from one process on a CPU.
 
     Gloo can only sum there, so nothing is gathered: a rank compares its own part.
@@ -565,7 +565,8 @@ def parts_on_a_gpu(options: dict[str, Any]) -> float:
     over = gpu_mesh(world)
     generator = torch.Generator().manual_seed(3)
     shapes = [(64, 48), (7, 40), (33,), (1, 5), (8, 4, 3), (300, 300)]
-    plain = [nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
+    kind = getattr(torch, dtype)
+    plain = [nn.Parameter(torch.randn(s, generator=generator).to(kind)) for s in shapes]
 
     def part(whole: Tensor) -> Tensor:
         pieces = whole.detach().chunk(world)
@@ -583,7 +584,7 @@ def parts_on_a_gpu(options: dict[str, Any]) -> float:
     torch.backends.cuda.matmul.allow_tf32 = False
     for _ in range(4):
         for p, q in zip(plain, parts, strict=True):
-            p.grad = torch.randn(p.shape, generator=generator) / 8
+            p.grad = torch.randn(p.shape, generator=generator).to(kind) / 8
             q.grad = cut(p.grad)
         first.step()
         second.step()
