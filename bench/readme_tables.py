@@ -304,10 +304,11 @@ def moved(name: str) -> str:
     cells: dict[str, list[str]] = {}
     for j in judged(name).judged:
         d, c = j.difference, j.comparison
-        if c.claim.kind == "rate" and d is not None and d.low is not None and d.high is not None:
-            mean, low, high = (f"{math.exp(x):.2f}" for x in (d.mean, d.low, d.high))
-            own = cells.setdefault(c.arm.partition(",")[0], [])
-            own += [f"{c.claim.by:.3g}", f"{mean} [{low}, {high}], {j.state}"]
+        if c.claim.kind == "rate" and d is not None:
+            ends = [math.exp(x) for x in (d.low, d.high) if x is not None]
+            span = " [" + ", ".join(f"{end:.2f}" for end in ends) + f"], {j.state}"
+            found = f"{math.exp(d.mean):.2f}" + (span if ends else f", {j.why}")
+            cells.setdefault(c.arm.partition(",")[0], []).extend([f"{c.claim.by:.3g}", found])
     return table(head, [[gamma, *own] for gamma, own in cells.items()])
 
 
@@ -580,6 +581,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cifar10-rates": lambda: accuracy_rates("cifar10-resnet18-grid"),
     "tiny-correction": lambda: arms("tiny-correction"),
     "tiny-clip": lambda: arms("tiny-clip"),
+    "search-50m": lambda: arms("search-50m"),
     "tiny-search": lambda: arms("tiny-search"),
     "tiny-scale": lambda: arms("tiny-scale"),
     "gpt2-small": lambda: scored("gpt2-small"),
