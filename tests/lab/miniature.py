@@ -13,10 +13,12 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "lion": {"name": "lion", "lr": 1e-3},
     "muon": {"name": "muon", "lr": 1e-2},
     "soap": {"name": "soap", "lr": 1e-2},
+    "adopt": {"name": "adopt", "lr": 1e-2},
     "mars-adamw": {"name": "mars-adamw", "lr": 1e-2},
     "mars-lion": {"name": "mars-lion", "lr": 1e-3},
     "mars-shampoo": {"name": "mars-shampoo", "lr": 1e-2},
     "mars-m": {"name": "mars-m", "lr": 1e-2},
+    "mars-adamw-2d": {"name": "mars-adamw-2d", "lr": 1e-2},
     "exact": {"name": "mars-adamw", "lr": 1e-2, "exact": True},
     "lean": {"name": "mars-adamw", "lr": 1e-2, "options": {"state_dtype": "bfloat16"}},
 }

@@ -158,5 +158,4 @@ def test_wrong_settings_are_named(config: dict[str, object], words: str) -> None
 
 def test_the_miniature_covers_the_registry() -> None:
     covered = {settings["name"] for settings in OPTIMIZERS.values()}
-    # ADOPT is of SOAP's library; the authors' rule is MARS-AdamW where nothing is a convolution.
-    assert set(REGISTRY) - covered <= {"adopt", "mars-adamw-2d"}
+    assert covered == set(REGISTRY)
