@@ -24,6 +24,8 @@ def main(argv: list[str] | None = None) -> None:
     dist.init_process_group("nccl" if gpu else "gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank % torch.cuda.device_count()) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)  # FSDP2 moves its shards to the current one
     torch.manual_seed(0)  # the same initial weights everywhere
     data, model = rows(), gpt(dropout=0.0).to(device)
 
