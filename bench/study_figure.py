@@ -52,7 +52,7 @@ COLORS = {
     "γ = 0.05": "#c06410", "γ = 0.05, exact": "#3577bd",
     "γ = 0.1": "#9c4a06", "γ = 0.1, exact": "#174a80",
 }  # fmt: skip
-FEW = 6  # rates that have room for their names
+FEW = 6  # rungs that have room for their names
 SKIPPED = 0.25  # of the tokens: before that, curves fall too fast to tell them apart
 
 
@@ -132,7 +132,8 @@ def draw(directory: Path) -> Path:
             by_rate(second, own, color)
         second.set_xscale("log")
         tried = sorted({lr for own in found for lr in own.losses})
-        ticks = tried if len(tried) <= FEW else [10**e for e in range(-5, 0)]
+        rungs = sorted({lr for o in found for lr in o.losses if lr == o.arm.rate(o.arm.rung(lr))})
+        ticks = rungs if len(rungs) <= FEW else [10**e for e in range(-5, 0)]
         second.set_xticks(ticks, [units.rate(t) for t in ticks])
         second.set_xlim(tried[0] / 1.5, tried[-1] * 1.5)
         second.minorticks_off()
