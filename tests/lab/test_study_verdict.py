@@ -13,6 +13,7 @@ from small_study import HERE, result, study
 import mars
 from mars.lab import recipes, tasks
 from mars.lab.errors import LabError
+from mars.lab.report.statistics import t_quantile
 from mars.lab.study import Arm, Claim, Comparison, times
 from mars.lab.study import fingerprint as prints
 from mars.lab.study.choice import ladders
@@ -230,6 +231,13 @@ def test_seeds_that_would_resolve_it() -> None:
     assert seeds_needed([-0.02, -0.01, 0.0], -math.inf, 0.0) == 7
     assert seeds_needed([-1.0, 1.0], -math.inf, 0.0) is None
     assert seeds_needed([1e-9, 1.0, -1.0], -math.inf, 0.0) == 1001
+
+
+@pytest.mark.parametrize("n", [32, 34, 116, 176, 479, 976])
+def test_seeds_needed_are_exact_in_large_numbers(n: int) -> None:
+    limit = t_quantile(n - 1) / math.sqrt(n)  # with sd 1, n seeds exclude zero if the mean is above
+    for mean, needed in ((limit * 1.00001, n), (limit / 1.00001, n + 1)):
+        assert seeds_needed([mean - 1, mean, mean + 1], -math.inf, 0.0) == needed
 
 
 def test_nothing_is_resolved_before_rates_are_bracketed_and_seeds_run() -> None:
