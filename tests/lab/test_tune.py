@@ -282,6 +282,27 @@ def test_another_search_in_the_same_place_is_refused(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
+def test_a_search_goes_on_where_its_data_are_now(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out = tmp_path / "a.txt", tmp_path / "search"
+    text.write_text("To be, or not to be, that is the question. " * 60)
+    words = [recipe(tmp_path), "--out", out, "--search", "lr", "--loop.steps", 4, "--data.source"]
+    go(*words, text, "--trials", 2)
+    text = text.rename(tmp_path / "b.txt")
+    go(*words, text, "--trials", 3)
+    first = out / "trial-0000"
+    assert f"data of {first} and 1 more run are in {text} now" in capsys.readouterr().err
+    about = found(out)
+    assert (about["config"]["data"]["source"], len(about["trials"])) == (str(text), 3)
+    assert json.loads((out / "best.json").read_text())["data"]["source"] == str(text)
+    for trial in out.glob("trial-*/config.json"):
+        assert json.loads(trial.read_text())["data"]["source"] == str(text)
+    text.write_text(text.read_text().upper())
+    with pytest.raises(LabError, match=r"holds a search with data\.source"):
+        go(*words, text.rename(tmp_path / "c.txt"), "--trials", 4)
+
+
 @pytest.mark.slow
 def test_two_trials_at_a_time(tmp_path: Path) -> None:
     out = tmp_path / "search"

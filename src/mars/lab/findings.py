@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mars.lab import arguments, recipes, search
-from mars.lab.config import Run, from_json, to_json
+from mars.lab.config import Run, from_json, read_config, to_json
 from mars.lab.differences import first_difference, is_free
 from mars.lab.errors import LabError
 from mars.lab.optimizers import label
@@ -56,6 +56,10 @@ class Findings:
         self.directory, self.run, self.ranges = directory, run, ranges
         self.seeds, self.command = seeds, command
 
+    def begun(self) -> list[Path]:
+        """The directories of trials that have begun, in their order."""
+        return sorted(path.parent for path in self.directory.glob("trial-*/config.json"))
+
     def compare(self) -> None:
         """Refuse the directory of another search, by the first thing in which it differs."""
         path = self.directory / "tune.json"
@@ -66,6 +70,9 @@ class Findings:
             ranges, seeds, config = old["search"], old["seeds"], from_json(old["config"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise LabError(f"{path} cannot be read: {error!r}; choose another --out") from error
+        for trial in self.begun()[:1]:  # it knows where the data are now, if they were moved
+            with suppress(LabError):  # damaged: the trial itself will tell, if it is to go on
+                config = dataclasses.replace(config, data=read_config(trial / "config.json").data)
         holds = f"{self.directory} holds a search with"
         difference = first_difference(to_json(config), to_json(self.run), STRICT)
         if difference is not None:
@@ -79,7 +86,7 @@ class Findings:
         return {
             "recipe": self.run.recipe,
             "optimizer": self.run.optimizer.name,
-            "search": {name: asdict(found) for name, found in self.ranges.items()},
+            "search": {name: dataclasses.asdict(found) for name, found in self.ranges.items()},
             "seeds": self.seeds,
             "command": self.command,
             "config": to_json(self.run),

@@ -4,37 +4,48 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from mars.lab import tasks
 from mars.lab.config import Run, read_config, to_json
 from mars.lab.errors import LabError
 from mars.lab.log import read
+from mars.lab.report import units
 from mars.lab.rundir import RunDirectory, write_atomically
 
 
-def follow(run: Run) -> None:
-    """Note in the run's directory where its data are now, if they are the same.
+def follow(runs: Sequence[Run]) -> None:
+    """Note in the directories of runs, all of the same data, where these are now.
 
-    If they are not, or if more is different, nothing is changed: training refuses that.
+    If they are not the same, or if more is different, nothing is changed: training refuses that.
     """
-    directory = Path(run.directory)
-    written = directory / "config.json"
-    if not run.keep.resume or not written.is_file():
+    there = {Path(run.directory): moved for run in runs if (moved := _moved(run))}
+    if not there:
         return
+    data = runs[0].data
+    task = tasks.of(tasks.with_steps(runs[0])).open()
+    same = [path for path in there if _sums(path) == [task.train.sha256, task.valid.sha256]]
+    for path in same:
+        config = json.dumps(to_json(there[path]), indent=2) + "\n"
+        with RunDirectory(path, "config.json").lock():
+            write_atomically(path / "config.json", config.encode())
+    if same:
+        more = f" and {units.count(len(same) - 1, 'more run')}" if len(same) > 1 else ""
+        sys.stderr.write(f"the data of {same[0]}{more} are in {data.source} now, and the same\n")
+
+
+def _moved(run: Run) -> Run | None:
+    """The run that began in a run's directory, with its data elsewhere; None if nothing moved."""
+    written = Path(run.directory) / "config.json"
+    if not run.keep.resume or not written.is_file():
+        return None
     try:
         begun = read_config(written)
     except LabError:  # damaged: whoever needs it will tell
-        return
+        return None
     there = begun.replace(data={"source": run.data.source, "valid": run.data.valid})
-    if there == begun or there.data != run.data:
-        return
-    task = tasks.of(tasks.with_steps(run)).open()
-    if _sums(directory) != [task.train.sha256, task.valid.sha256]:
-        return
-    with RunDirectory(directory, "config.json").lock():
-        write_atomically(written, (json.dumps(to_json(there), indent=2) + "\n").encode())
-    sys.stderr.write(f"the data of {directory} are in {run.data.source} now, and the same\n")
+    return there if there != begun and there.data == run.data else None
 
 
 def _sums(directory: Path) -> list[str]:

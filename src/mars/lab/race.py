@@ -181,8 +181,7 @@ def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
     directory = Path(chosen or f"runs/race-{base.recipe}").expanduser()
     jobs = plan(args, base, asked, directory)
     _check_optimizers(jobs)
-    for job in jobs:
-        moved.follow(job.run)
+    moved.follow([job.run for job in jobs])
     _check_begun(jobs, directory)
     _check_data(jobs, directory)
     if len(args.rates) == 1:

@@ -39,7 +39,7 @@ def train_command(words: list[str]) -> int:
     if own_rank() > 0:
         train(run, command=command, extend=True)
         return 0
-    moved.follow(run)
+    moved.follow([run])
     begun = (Path(run.directory) / "log.jsonl").exists()
     with Progress(run.loop.steps, begun) as progress:
         try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mars.lab import arguments, findings, search, tasks, workers
+from mars.lab import arguments, findings, moved, search, tasks, workers
 from mars.lab.config import Run
 from mars.lab.crew import Crew, WorkerDied, stop, watched
 from mars.lab.errors import INTERRUPTED, LabError
@@ -62,9 +62,9 @@ def tune_command(words: list[str]) -> int:
     )
     args = arguments.parse(TuneArgs, words, f"mars tune {recipe}", about, default)
     args = arguments.fitted(args, base)
-    moved = args.keep.out if args.keep.out != base.keep.out else None
+    chosen = args.keep.out if args.keep.out != base.keep.out else None
     name = args.optimizer.name.replace(":", ".")
-    directory = Path(moved or f"runs/tune-{base.recipe}-{name}").expanduser()
+    directory = Path(chosen or f"runs/tune-{base.recipe}-{name}").expanduser()
     return tune(args, directory, command)
 
 
@@ -84,6 +84,7 @@ def tune(args: TuneArgs, directory: Path, command: str) -> int:
         run = run.replace(loop={"threads": threads(jobs)})
     first, said = search.starts(ranges, advice(run, ranges))
     found = Findings(directory, run, ranges, args.seeds, command)
+    moved.follow([run.replace(keep={"out": str(t), "resume": True}) for t in found.begun()])
     found.compare()
     if not (directory / "study").exists():
         sys.stderr.write(said + "\n")
