@@ -106,12 +106,10 @@ def test_commands_are_understood(page: Path) -> None:
                 if len(words) < 2 or words[0] != "mars" or words[1] not in kinds:
                     continue
                 recipe, rest = arguments.recipe_of(words[2:], "gpt-tiny", "mars")
-                rest = arguments.shorthands(rest)
                 name = recipe if not recipe.startswith("runs/") else "gpt-tiny"
                 # Initial weights are read for their sizes; those of a page are not here.
                 found = arguments.base_run(name, [] if "--model.init" in rest else rest)
-                base = arguments.with_defaults(kinds[words[1]], found)
-                assert arguments.parse(kinds[words[1]], rest, "mars", "", base)
+                assert arguments.parse(kinds[words[1]], rest, "mars", "", found)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -16,7 +16,6 @@ from mars.lab.arguments import (
     overridden,
     parse,
     shorthands,
-    with_defaults,
 )
 from mars.lab.cli import COMMANDS, main
 from mars.lab.config import to_json
@@ -353,7 +352,7 @@ def test_options_are_added_to_those_of_the_recipe() -> None:
     def options(*words: str) -> dict[str, str]:
         base = base_run("gpt2-small", ["--optimizer.name", "muon"])
         given = ["--optimizer.options", *words] if words else []
-        return parse(TrainArgs, given, "mars", "", with_defaults(TrainArgs, base)).optimizer.options
+        return parse(TrainArgs, given, "mars", "", base).optimizer.options
 
     assert options() == {"adjust_lr_fn": "original"}
     assert options("nesterov", "False") == {"adjust_lr_fn": "original", "nesterov": "False"}

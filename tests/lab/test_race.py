@@ -27,8 +27,7 @@ Capture = pytest.CaptureFixture[str]
 
 def jobs(base_name: str, *words: str) -> dict[str, Run]:
     base = arguments.base_run(base_name, [])
-    default = arguments.with_defaults(RaceArgs, base)
-    args = arguments.parse(RaceArgs, list(words), "mars race", "", default)
+    args = arguments.parse(RaceArgs, list(words), "mars race", "", base)
     asked = arguments.asked(list(words), args)
     return {job.name: job.run for job in plan(args, base, asked, Path("out"))}
 

@@ -30,8 +30,11 @@ from mars.lab.rundir import reason
 T = TypeVar("T")
 
 
-def parse(kind: type[T], words: list[str], prog: str, about: str, default: Any = None) -> T:
-    """Words to a dataclass by tyro, whose boxes of errors become one line."""
+def parse(kind: type[T], words: list[str], prog: str, about: str, base: Run | None = None) -> T:
+    """Words to a dataclass by tyro, whose boxes of errors become one line.
+
+    A dataclass that is a run has the fields of ``base`` as defaults.
+    """
     try:
         import tyro
     except ImportError as error:
@@ -39,9 +42,8 @@ def parse(kind: type[T], words: list[str], prog: str, about: str, default: Any =
     errors, help_ = io.StringIO(), io.StringIO()
     plain = "NO_COLOR" in os.environ  # what is no terminal gets no colours
     # Of a dict that is not empty tyro makes a field for each name, and takes no others.
-    kept = dict(default.optimizer.options) if isinstance(default, Run) else {}
-    if kept:
-        default = default.replace(optimizer={"options": {}})
+    kept = {} if base is None else dict(base.optimizer.options)
+    default = base and with_defaults(kind, base.replace(optimizer={"options": {}}))
     options: dict[str, Any] = {} if default is None else {"default": default}
     try:
         with (
@@ -187,9 +189,9 @@ def shorthands(words: list[str]) -> list[str]:
 def recipe_of(
     words: list[str], default: str | None, prog: str, about: str = ""
 ) -> tuple[str, list[str]]:
-    """The recipe's name (the first word, unless it is an option), and the other words."""
+    """The recipe's name (the first word, unless it is an option), and the other words in full."""
     if words and not words[0].startswith("-"):
-        return words[0], words[1:]
+        return words[0], shorthands(words[1:])
     if default is None:
         known = "".join(f"\n  {name:22} {r.about}" for name, r in recipes.RECIPES.items())
         if any(word in ("-h", "--help") for word in words):
@@ -202,7 +204,7 @@ def recipe_of(
             raise SystemExit(0)
         known = ", ".join(recipes.RECIPES)
         raise UsageError(f"{prog} needs a recipe, as its first word: {known}")
-    return default, words
+    return default, shorthands(words)
 
 
 def base_run(name: str, words: list[str]) -> Run:

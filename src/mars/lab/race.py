@@ -48,17 +48,15 @@ def race_command(words: list[str]) -> int:
     """The command line of a race."""
     command = shlex.join(["mars", "race", *words])
     recipe, words = arguments.recipe_of(words, "gpt-tiny", "mars race")
-    words = arguments.shorthands(words)
     if "--optimizer.name" in words:
         raise UsageError("a race takes several optimizers: --optimizers NAME NAME …")
     base = arguments.base_run(recipe, words)
-    default = arguments.with_defaults(RaceArgs, base)
     about = (
         f"Race optimizers on {recipe}. What you override counts for all of them; else each has "
         "its own tuned settings. The first word may be another recipe (`mars train --help` lists "
         "them). Results go to --out, by default runs/race-RECIPE."
     )
-    args = arguments.parse(RaceArgs, words, f"mars race {recipe}", about, default)
+    args = arguments.parse(RaceArgs, words, f"mars race {recipe}", about, base)
     return race(args, base, arguments.asked(words, args), command)
 
 

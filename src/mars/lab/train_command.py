@@ -55,14 +55,12 @@ def _read(words: list[str]) -> tuple[TrainArgs, Run]:
     """What the words ask for, and the run that follows from it."""
     what = "Train one model by one optimizer; if interrupted, run the same command to resume."
     recipe, words = arguments.recipe_of(words, None, "mars train", what)
-    words = arguments.shorthands(words)
     base = arguments.base_run(recipe, words)
-    default = arguments.with_defaults(TrainArgs, base)
     about = (
         f"Train: {recipe}. Every field can be overridden. --optimizer NAME is short for "
         "--optimizer.name NAME, and brings the recipe's settings for it."
     )
-    args = arguments.parse(TrainArgs, words, f"mars train {recipe}", about, default)
+    args = arguments.parse(TrainArgs, words, f"mars train {recipe}", about, base)
     # A run directory keeps its schedule; a recipe's warm-up shrinks with its steps.
     if Path(recipe).is_dir():
         args = arguments.counted(args, base)

@@ -52,15 +52,13 @@ def tune_command(words: list[str]) -> int:
     command = shlex.join(["mars", "tune", *words])
     what = "Search the learning rate, weight decay and gamma of one optimizer, by short trainings."
     recipe, words = arguments.recipe_of(words, None, "mars tune", what)
-    words = arguments.shorthands(words)
     base = arguments.base_run(recipe, words)
-    default = arguments.with_defaults(TuneArgs, base)
     about = (
         f"Search settings of an optimizer on {recipe}, around those of the recipe. Every field "
         "can be overridden. The same command resumes a search that was interrupted. It is "
         "kept in --out, by default runs/tune-RECIPE-OPTIMIZER."
     )
-    args = arguments.parse(TuneArgs, words, f"mars tune {recipe}", about, default)
+    args = arguments.parse(TuneArgs, words, f"mars tune {recipe}", about, base)
     args = arguments.fitted(args, base)
     chosen = args.keep.out if args.keep.out != base.keep.out else None
     name = args.optimizer.name.replace(":", ".")
