@@ -78,13 +78,18 @@ def parse(kind: type[T], words: list[str], prog: str, about: str, base: Run | No
 
 # What tyro and Python say of a word that is wrong, and what it means.
 SAID = (
+    (r"no type matching \{None\}\|FLOAT could be instantiated from \[('[^']*')\]$",
+     r"\1 is not a number"),
+    (r"no type matching \{None\}\|INT could be instantiated from \[('[^']*')\]$",
+     r"\1 is not a whole number"),
     (r"no type matching (.+) could be instantiated from \['?(.*?)'?\]$",
      lambda m: f"it cannot be '{m[2]}', but {m[1].removeprefix('{None}|').strip('{}')} "
      "(values are separated by spaces)"),
     (r"Failed to parse key-value pairs!", "it takes NAME VALUE or NAME=VALUE"),
     (r"invalid literal for int\(\) with base 10: ('.*')", r"\1 is not a whole number"),
     (r"could not convert string to float: ('.*')", r"\1 is not a number"),
-    (r"^(?i:missing from) (mars \w+): STR (\w)(.*?)[;(.] .*",
+    (r"^Error parsing (?=--)", ""),
+    (r"^(?i:missing from) (mars \w+): (?:STR|PATH) (\w)(.*?)[;(.] .*",
      lambda m: f"{m[1]} needs, as its first word, {m[2].lower()}{m[3].rstrip()}"),
 )  # fmt: skip
 
@@ -120,6 +125,9 @@ def _explained(said: str, words: list[str], kind: type, default: Any) -> str:
         *most, last = _values(_type_of(lacking[1], kind, default))
         choices = f"{', '.join(most)} or {last}" if most else last
         return f"{lacking[1]} needs a value: {choices}"
+    if several := re.match(r"(--\S+): Could not find valid parse for arguments: \[(.*)\]", said):
+        one = _values(_type_of(several[1], kind, default))[0]
+        return f"{several[1]} cannot be {several[2]}: it takes {one}, or several after spaces"
     if wrong := re.match(r"invalid choice '(.*?)' for argument '(--\S+?)[' ]", said):
         known = [value for value in _values(_type_of(wrong[2], kind, default)) if value != "None"]
         hint = meant(wrong[1], known) or f"it can be {', '.join(known)}"

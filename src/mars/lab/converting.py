@@ -33,7 +33,7 @@ class ConvertArgs:
     """Change the form of a checkpoint."""
 
     checkpoint: Path
-    """The checkpoint: runs/NAME/checkpoints/step-00000200"""
+    """The checkpoint: runs/NAME/checkpoints/step-00000200."""
 
     to: Literal["single", "sharded"] = "single"
     """model.safetensors and optimizer.pt, or the files of torch.distributed.checkpoint."""
