@@ -216,6 +216,9 @@ def test_what_is_wrong_with_all_trials_is_an_error(tmp_path: Path) -> None:
     mini = recipe(tmp_path, data={"source": str(tmp_path / "no-such-file.txt")})
     with pytest.raises(LabError, match=r"no-such-file\.txt"):
         go(mini, "--trials", 2, "--out", out)
+    with pytest.raises(LabError, match="Invalid beta parameter"):
+        go(recipe(tmp_path), "--optimizer.betas", 0.9, 1.5, "--out", out)
+    assert not out.exists()  # else it would refuse the command without the mistake
 
 
 def test_a_run_that_lags_behind_is_pruned_and_closed_properly(tmp_path: Path) -> None:

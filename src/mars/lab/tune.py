@@ -19,6 +19,7 @@ from mars.lab.crew import Crew, WorkerDied, stop, watched
 from mars.lab.errors import INTERRUPTED, LabError
 from mars.lab.findings import Findings
 from mars.lab.hardware import choose_device
+from mars.lab.optimizers import build
 from mars.lab.pool import cores, threads
 from mars.lab.recipes import settings
 from mars.lab.report import units
@@ -84,6 +85,8 @@ def tune(args: TuneArgs, directory: Path, command: str) -> int:
     found = Findings(directory, run, ranges, args.seeds, command)
     moved.follow([run.replace(keep={"out": str(t), "resume": True}) for t in found.begun()])
     found.compare()
+    if not found.begun():
+        _check(run)
     if not (directory / "study").exists():
         sys.stderr.write(said + "\n")
     with RunDirectory(directory, "tune.json").lock():
@@ -91,6 +94,16 @@ def tune(args: TuneArgs, directory: Path, command: str) -> int:
     if not complete:
         sys.stdout.write("stopped; the same command resumes from here\n")
     return 0 if complete else INTERRUPTED
+
+
+def _check(run: Run) -> None:
+    """Open the data, make the optimizer: what is wrong with every trial is told before the first.
+
+    The directory would keep it, and refuse the command that has it right.
+    """
+    task = tasks.of(tasks.with_steps(run))
+    task.open()
+    build(task.miniature(), run.optimizer)
 
 
 def advice(run: Run, searched: Collection[str]) -> settings.Recommendation | None:
