@@ -273,7 +273,7 @@ def test_another_preparation_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(LabError, match="mine is not empty"):
         prepare(source, tmp_path / "mine")
     assert content(tmp_path / "mine") == {"thesis.txt": b"dear"}
-    with pytest.raises(LabError, match=r"a\.jsonl.* cannot be made"):
+    with pytest.raises(LabError, match=r"a\.jsonl.* cannot be made: a part of the path is a file"):
         prepare(source, tmp_path / "a.jsonl" / "out")
 
 

@@ -35,7 +35,7 @@ from mars.lab.data.manifest import FILE, SPLITS, Manifest, load_manifest
 from mars.lab.data.tokenizers import tokenizer as tokenizer_of
 from mars.lab.data.writing import SplitWriter
 from mars.lab.errors import LabError
-from mars.lab.rundir import TEMPORARY
+from mars.lab.rundir import TEMPORARY, reason
 
 Progress = Callable[[int, int], None]
 
@@ -294,14 +294,14 @@ def locked(directory: Path) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         handle = os.open(directory, os.O_RDONLY)
     except OSError as error:
-        raise LabError(f"{directory} cannot be made: {error.strerror}") from error
+        raise LabError(f"{directory} cannot be made: {reason(error)}") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError as error:
         raise LabError(f"{directory} is in use by another `mars data`") from error
     except OSError as error:
-        raise LabError(f"{directory} cannot be written: {error.strerror or error}") from error
+        raise LabError(f"{directory} cannot be written: {reason(error)}") from error
     finally:
         os.close(handle)
 
