@@ -273,6 +273,23 @@ def test_epochs_can_be_switched_off_for_steps(capsys: Capture) -> None:
     assert "3 steps of" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("race.json", "a race: `mars race` resumes it"),
+        ("tune.json", "a search: `mars tune` resumes it, and its best.json is a recipe"),
+        ("results.jsonl", "a study: `mars study` resumes it"),
+        ("notes.txt", "no run\n"),
+    ],
+)
+def test_what_a_directory_holds_instead_of_a_run(
+    tmp_path: Path, capsys: Capture, file: str, said: str
+) -> None:
+    (tmp_path / file).write_text("{}")
+    assert main(["train", str(tmp_path)]) == 1
+    assert f"holds {said}" in capsys.readouterr().err
+
+
 def test_warm_up_shrinks_with_the_steps(tmp_path: Path, capsys: Capture) -> None:
     assert main(["train", "gpt-tiny", "--loop.steps", "100", "--dry-run"]) == 0
     assert '"warmup_steps": 10,' in capsys.readouterr().out

@@ -226,11 +226,19 @@ def base_run(name: str, words: list[str]) -> Run:
     return dataclasses.replace(run, model=model).replace(data={"tokenizer": tokenizer})
 
 
+# What the directory of something else than a run is good for, by a file in it.
+HELD = (
+    ("race.json", "a race: `mars race` resumes it"),
+    ("tune.json", "a search: `mars tune` resumes it, and its best.json is a recipe"),
+    ("results.jsonl", "a study: `mars study` resumes it"),
+)
+
+
 def _named_run(name: str, optimizer: str | None) -> Run:
     path = Path(name)
     if path.is_dir():
         if not (path / "config.json").exists():
-            held = "a race: `mars race` resumes it" if (path / "race.json").exists() else "no run"
+            held = next((said for file, said in HELD if (path / file).exists()), "no run")
             if (path / "manifest.json").exists() and not (path / "training.pt").exists():
                 held = _as_data(path)  # what else has a manifest is a checkpoint
             raise LabError(f"{path} holds {held}")
