@@ -123,6 +123,17 @@ def test_the_best_rate_stands_in_the_table_and_is_bracketed(tmp_path: Path) -> N
     assert not summary.warnings
 
 
+def test_rates_tried_once_do_not_decide_between_those_tried_often(tmp_path: Path) -> None:
+    # As a study leaves them: ladders at seed 0, further seeds of the rates that are close.
+    for lr, losses in ((1e-3, [3.2]), (2e-3, [3.1, 3.0, 3.0]), (4e-3, [3.0, 3.4, 3.3]),
+                       (8e-3, [3.3])):  # fmt: skip
+        for seed, loss in enumerate(losses):
+            run(tmp_path, "adamw", seed, {0: 5.0, 400: loss}, lr=lr)
+    assert [entry.lr for entry in summarise(load([tmp_path])).entries] == [2e-3]
+    run(tmp_path, "adamw", 0, {0: 5.0, 400: 2.5}, lr=3e-3)  # one seed may be all that the best has
+    assert [entry.lr for entry in summarise(load([tmp_path])).entries] == [3e-3]
+
+
 def test_a_best_rate_at_the_edge_is_warned_of(tmp_path: Path) -> None:
     for lr, loss in ((1e-3, 3.3), (2e-3, 3.0)):
         run(tmp_path, "adamw", 0, {0: 5.0, 400: loss}, lr=lr)

@@ -67,7 +67,14 @@ def from_runs(label: str, runs: Sequence[RunLog]) -> Sensitivity:
 def best_rate(points: Sequence[RatePoint]) -> float | None:
     """The rate with the lowest mean over the seeds that all candidates share.
 
-    A rate at which a seed diverged is a candidate only if that happened at every rate.
+    A rate at which a seed diverged is a candidate only if that happened at every rate. The best is
+    looked for again among rates that have all its seeds: one that was tried once must not leave a
+    single seed to choose between others that were tried often.
+
+    >>> once = [RatePoint(1e-3, {0: 3.2}), RatePoint(8e-3, {0: 3.3})]
+    >>> often = [RatePoint(2e-3, {0: 3.1, 1: 3.0}), RatePoint(4e-3, {0: 3.0, 1: 3.4})]
+    >>> best_rate(once + often)
+    0.002
     """
     ended = [point for point in points if point.losses]
     alive = [point for point in ended if not point.dead] or ended
@@ -79,7 +86,9 @@ def best_rate(points: Sequence[RatePoint]) -> float | None:
         losses = [point.losses[s] for s in sorted(shared)] or list(point.losses.values())
         return math.fsum(losses) / len(losses)
 
-    return min(alive, key=mean).lr
+    best = min(alive, key=mean)
+    rivals = [point for point in alive if point.losses.keys() >= best.losses.keys()]
+    return best.lr if len(rivals) == len(alive) else best_rate(rivals)
 
 
 def read_rates(path: str | Path) -> dict[str, Any]:
