@@ -357,6 +357,7 @@ def test_how_many_go_together_is_remembered(tmp_path: Path) -> None:
         (["nowhere:nothing"], 1, "study 'nowhere:nothing' cannot be made"),
         (["test_study:base"], 1, "cannot be made"),
         (["test_study:Capture"], 1, "cannot be made"),
+        (["nonsense"], 1, "variance; your own: package.module:function"),
         (["--seconds", "9"], 2, "mars study needs a name"),
         (["tiny-clip", "--seconds", "1"], 1, "--seconds must be 5 or more, not 1"),
         (["tiny-clip", "--seeds", "2"], 1, "--seeds must be 3 or more"),
@@ -381,6 +382,39 @@ def test_mistakes_are_one_line(
     assert found.err.startswith("mars: error: ")
     assert found.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+OWN = """
+from small_study import Arm, base, study
+
+def no_study(): raise KeyError("x")
+def wrong(optimizer): return {}["y"]
+def no_run(): return study(base=wrong)
+def no_field(): return study(arms=(
+    Arm(label="AdamW", optimizer="adamw", lr=1e-2),
+    Arm(label="MARS", optimizer="mars-adamw", lr=1e-2, changes={"optimizer": {"gama": 0.1}}),
+))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no_study", "cannot be made: KeyError: 'x' (own_studies.py, line 4)"),
+        ("no_run", "an arm 'AdamW' of which no run can be made: KeyError: 'y' (own_studies.py, l"),
+        ("no_field", "an arm 'MARS' of which no run can be made: TypeError: Optimizer.__init__()"),
+    ],
+)
+def test_a_study_of_yours_that_fails_says_what_and_where(
+    name: str, said: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_studies.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_studies", raising=False)
+    assert main(["study", f"own_studies:{name}", "--out", str(tmp_path / "out")]) == 1
+    assert f"study 'own_studies:{name}' " in (found := capsys.readouterr().err)
+    assert said in found
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_list_says_what_each_asks_and_how_far_it_is(

@@ -444,6 +444,16 @@ def test_committed_studies_have_the_tokens_that_they_say() -> None:
 def test_a_study_that_cannot_be_is_refused() -> None:
     with pytest.raises(LabError, match="seeds must be 3 or more"):
         study(seeds=2)
+    with pytest.raises(LabError, match="study small has no arms"):
+        study(arms=(), comparisons=())
+    with pytest.raises(LabError, match="'B': factor must be above 1, not 1"):
+        Arm(label="B", optimizer="adamw", lr=0.1, factor=1)
+    with pytest.raises(LabError, match="'B' has data of its own"):
+        Arm(label="B", optimizer="adamw", lr=0.1, changes={"data": {"source": "b.txt"}})
+    with pytest.raises(LabError, match="a claim is lower, within, rate, not 'higher'"):
+        Claim(kind="higher")  # type: ignore[arg-type]
+    with pytest.raises(LabError, match="a claim of kind rate needs by above 0, not 0"):
+        Claim(kind="rate")
     with pytest.raises(LabError, match="'Muon' is compared, but is not an arm"):
         study(comparisons=(Comparison(arm="Muon", baseline="AdamW", claim=Claim(kind="lower")),))
     with pytest.raises(LabError, match="the same label"):

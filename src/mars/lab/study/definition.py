@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from mars.lab.config import Run, check, to_json
 from mars.lab.differences import is_free
@@ -17,6 +17,7 @@ from mars.lab.recipes.settings import at_rate
 
 SPAN = 8  # rungs of a ladder on either side of its first rate
 Changes = Mapping[str, Mapping[str, Any]]
+Kind = Literal["lower", "within", "rate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,12 @@ class Arm:
     """Fields by part that differ from the base run: {"optimizer": {"gamma": 0.05}}."""
     factor: float = 2.0
     """From one rate of the ladder to the next."""
+
+    def __post_init__(self) -> None:
+        if not self.factor > 1:
+            raise LabError(f"arm {self.label!r}: factor must be above 1, not {self.factor:g}")
+        if "data" in self.changes:
+            raise LabError(f"arm {self.label!r} has data of its own: such losses do not compare")
 
     @property
     def folder(self) -> str:
@@ -63,8 +70,14 @@ class Claim:
     up to a factor √2 (half a rung of a ladder of doublings).
     """
 
-    kind: Literal["lower", "within", "rate"]
+    kind: Kind
     by: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise LabError(f"a claim is {', '.join(get_args(Kind))}, not {self.kind!r}")
+        if self.kind != "lower" and not self.by > 0:
+            raise LabError(f"a claim of kind {self.kind} needs by above 0, not {self.by:g}")
 
     def __str__(self) -> str:
         if self.kind == "rate":
@@ -115,6 +128,8 @@ class Study:
 
     def __post_init__(self) -> None:
         labels = [arm.label for arm in self.arms]
+        if not labels:
+            raise LabError(f"study {self.name} has no arms")
         if len({arm.folder for arm in self.arms}) < len(labels):
             raise LabError(f"study {self.name}: two arms have the same label, or nearly")
         for comparison in self.comparisons:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -266,17 +268,33 @@ def find(name: str) -> Study:
     module, colon, attribute = name.partition(":")
     if not colon:
         known = [*STUDIES, "variance"]
-        hint = meant(name, known) or f"known: {', '.join(known)}"
+        hint = meant(name, known) or f"known: {', '.join(known)}; your own: package.module:function"
         raise LabError(f"unknown study {name!r}: {hint}")
     if (here := str(Path.cwd())) not in sys.path:  # as `python -m` has it
         sys.path.insert(0, here)
+    what = "cannot be made"
     try:
         made = getattr(importlib.import_module(module), attribute)()
+        if not isinstance(made, Study):
+            raise LabError(f"study {name!r} returned no mars.lab.study.Study")
+        for arm in made.arms:
+            what = f"has an arm {arm.label!r} of which no run can be made"
+            made.run(arm)
     except LabError:
         raise
-    except Exception as error:  # whatever a module of somebody's does when it is imported
-        text = (str(error).splitlines() or [type(error).__name__])[0]
-        raise LabError(f"study {name!r} cannot be made: {text}") from error
-    if not isinstance(made, Study):
-        raise LabError(f"study {name!r} returned no mars.lab.study.Study")
+    except Exception as error:  # whatever a module of somebody's does
+        raise LabError(f"study {name!r} {what}: {_in_a_line(error)}") from error
     return made
+
+
+def _in_a_line(error: Exception) -> str:
+    """What somebody's code raised, and where: the last place that is neither ours nor Python's."""
+    said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    ours = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), "<")
+    theirs = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(ours)
+    ]
+    where = f" ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})" if theirs else ""
+    return said + where
