@@ -104,7 +104,9 @@ def test_a_study_from_nothing_to_its_verdict(tmp_path: Path, capsys: Capture) ->
     assert "validation loss" in said.err
     assert "complete" in said.out
     assert "MARS: lower than AdamW — " in (out / "verdict.md").read_text()
-    assert (out / "report.html").stat().st_size > 10_000
+    page = (out / "report.html").read_text()
+    assert len(page) > 10_000
+    assert f">mars study {NAME}<" in page
     assert not list(out.glob("runs/*/checkpoints")), "checkpoints outlive only unfinished runs"
     done = next(r for r in results if r.arm == "MARS" and r.lr == 1e-2 and r.seed == 0)
     assert done.curve["step"][0] == 0

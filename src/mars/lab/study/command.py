@@ -91,7 +91,7 @@ def go_on(name: str, args: StudyArgs, command: str) -> int:
         _only_judge(study, directory, args.take)
     else:
         failed = _run(study, directory, args, command)
-    tell(study, directory, args.seeds)
+    tell(study, directory, name, args.seeds)
     if failed is None:
         sys.stdout.write("stopped; the same command resumes from here\n")
         return INTERRUPTED
@@ -205,14 +205,14 @@ def _here(study: Study, args: StudyArgs) -> Study:
     return dataclasses.replace(study, overrides={p: f for p, f in changes.items() if f})
 
 
-def tell(study: Study, directory: Path, seeds: int | None = None) -> None:
+def tell(study: Study, directory: Path, address: str, seeds: int | None = None) -> None:
     """Print the verdict, write it and the report."""
     results = Results(directory).read()
     found = verdict(study, results, times.read(study, directory, results), seeds)
     sys.stdout.write(terminal(found, fit.room()) + "\n\n")
     written = [directory / "verdict.md"]
     write_atomically(written[0], markdown(found).encode())
-    written += page.write(found, directory)
+    written += page.write(found, directory, address)
     sys.stdout.write("".join(f"{path}\n" for path in written))
 
 

@@ -18,37 +18,38 @@ from mars.lab.study.results import Result
 from mars.lab.study.verdict import Verdict, at_best
 
 
-def write(v: Verdict, directory: Path) -> list[Path]:
+def write(v: Verdict, directory: Path, address: str | None = None) -> list[Path]:
     """Write report.html; where arms differ in batch or steps, one page for each kind.
 
     Curves are those of the best rates, in the order of seeds; every rate is in the picture of
-    rates.
+    rates. ``address`` is what the study goes by on the command line, if not by its name.
     """
     groups: dict[tuple[int, int], list[str]] = defaultdict(list)
     for arm in v.study.arms:
         groups[v.study.size(arm)].append(arm.label)
+    command = f"mars study {address or v.study.name}"
     written = []
     batches = [batch for batch, _ in groups]
     for (batch, steps), labels in groups.items():
         more = f"-steps{steps}" if batches.count(batch) > 1 else ""
         name = "report.html" if len(groups) == 1 else f"report-batch{batch}{more}.html"
-        page = _page(v, labels, directory / name)
+        page = _page(v, labels, directory / name, command)
         written += [page] if page is not None else []
     return written
 
 
-def _page(v: Verdict, labels: list[str], path: Path) -> Path | None:
+def _page(v: Verdict, labels: list[str], path: Path, command: str) -> Path | None:
     found = ladders(v.study, v.results)
     shown = [r for label in labels for r in at_best(found[label], v.results)]
     if not shown:
         return None
     with tempfile.TemporaryDirectory() as folder:
         for result in shown:
-            _log(v, result, Path(folder))
+            _log(v, result, Path(folder), command)
         runs = load([folder])
     base = next((b for label in labels if (b := v.study.baseline_of(label))), labels[0])
     grid = {
-        "command": f"mars study {v.study.name}",
+        "command": command,
         "optimizers": {
             label: {
                 "label": label,
@@ -66,7 +67,7 @@ def _page(v: Verdict, labels: list[str], path: Path) -> Path | None:
     return write_page(path, runs, summary, title=f"{v.study.name}: {v.study.question}")
 
 
-def _log(v: Verdict, result: Result, folder: Path) -> None:
+def _log(v: Verdict, result: Result, folder: Path, command: str) -> None:
     """A log with what the results file knows; its times are those of steps alone on the device."""
     arm = v.study.arm(result.arm)
     time = next(row.time for row in v.rows if row.ladder.arm is arm)
@@ -79,7 +80,7 @@ def _log(v: Verdict, result: Result, folder: Path) -> None:
         "data": {"train": {"sha256": result.fingerprint["data"]}},
         "versions": {"torch": result.fingerprint["torch"]},
         "hardware": {"name": result.fingerprint["device"]},
-        "code": result.fingerprint["code"], "command": f"mars study {v.study.name}",
+        "code": result.fingerprint["code"], "command": command,
     }  # fmt: skip
 
     def seconds(step: float) -> float | None:
