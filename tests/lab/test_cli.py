@@ -79,6 +79,8 @@ def test_a_recipes_help_groups_and_explains_all_fields(capsys: Capture) -> None:
         (["race", "--rates", "1,2"], "error: --rates cannot be '1,2': it takes a number"),
         (["train", "gpt-tiny", "--optimizer.gamma", "x"], "--optimizer.gamma: 'x' is not a number"),
         (["tune", "gpt-tiny", "--jobs", "x"], "error: --jobs: 'x' is not a whole number"),
+        (["train", "gpt-tiny", "--data.source", ""], "--data.source is empty: is a variable of"),
+        (["race", "gpt-tiny", "--out="], "--keep.out is empty: is a variable of"),
         (["convert"], "mars convert needs, as its first word, the checkpoint: runs/NAME"),
         (["data", "--verify"], "mars data needs, as its first word, a file, directory or glob"),
         (["data", ".", "--verify"], ". was not made by `mars data`: it has no manifest.json"),
