@@ -392,6 +392,16 @@ def test_sentences_on_the_scale_are_those_of_its_verdict() -> None:
         assert f"{-by[pair].difference.mean:.3f}" in text, pair
 
 
+def test_the_first_trial_of_a_search_is_told_as_the_page_has_it() -> None:
+    from mars.lab import arguments
+    from mars.lab.tune import advice
+
+    found = advice(arguments.base_run("gpt2-small", ["--optimizer.name", "adamw"]), ["lr"])
+    assert found is not None
+    page = " ".join((ROOT / "docs/lab.md").read_text().split())
+    assert f"first the recommended lr {found.setting.lr:g} ({found.evidence}; …)" in page
+
+
 def test_figures_of_choosing_are_those_of_the_results() -> None:
     from mars.convert import noise_factor
 

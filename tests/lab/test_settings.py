@@ -206,7 +206,7 @@ def test_how_near_it_is_is_said(use: Use) -> None:
     assert str(near) == "lr 0.1: best of 3 rates by one seed, not bracketed (s, a)"
     assert "on a model 2,500 times smaller, with 2.5 times more tokens (s, a)" in str(far)
     other = recommended(dataclasses.replace(ADAMW, betas=None, gamma=0.1), 1000, 1000)
-    assert str(other).startswith("lr 0.1, betas (0.9, 0.95), gamma None: best of 3 rates")
+    assert str(other).startswith("lr 0.1, betas (0.9, 0.95), gamma not set: best of 3 rates")
 
 
 def run(optimizer: Optimizer, steps: int) -> Run:

@@ -145,6 +145,8 @@ class Recommendation:
 
 
 def _plain(value: Any) -> str:
+    if value is None:
+        return "not set"
     return str(tuple(value) if isinstance(value, list) else value)
 
 
