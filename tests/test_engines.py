@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from choice import choose
 from mars import MARS
@@ -233,3 +234,15 @@ def test_a_step_count_of_integers_is_taken(engine: str) -> None:
         optimizer.load_state_dict(saved)
         optimizer.step()
         assert float(optimizer.state[p]["step"]) == 2
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_without_memory(kind: str, foreach: bool) -> None:
+    """Memory is estimated by steps of fake tensors, which mix with no tensor of before."""
+    with FakeTensorMode():
+        layer = torch.nn.Linear(4, 3)
+        optimizer = MARS(layer.parameters(), mars_type=kind, foreach=foreach)
+        for _ in range(2):
+            layer(torch.randn(2, 4)).square().sum().backward()
+            optimizer.step()

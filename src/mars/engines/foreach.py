@@ -15,8 +15,6 @@ from mars.rule import KINDS, matrix_shape, moonlight, shampoo
 from mars.rule.estimator import Scalar, kappa
 from mars.rule.halves import join, split
 
-_ONE = torch.tensor(1.0, dtype=torch.float32, device="cpu")  # whatever the defaults are
-
 
 def wide(tensors: list[Tensor], like: Tensor) -> list[Tensor]:
     """The tensors in the arithmetic's dtype; the same ones if they have it already."""
@@ -146,7 +144,9 @@ def step(batch: Batch, length: Tensor | None) -> None:
 def begin(batch: Batch, length: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
     """The elementwise part before the direction: (m, c̃)."""
     if batch.host_t:
-        torch._foreach_add_(batch.t, _ONE, alpha=1.0)  # a number would be wrapped once a tensor
+        # A number would be wrapped once a tensor. Made here: a fake mode takes no tensor of before.
+        one = torch.tensor(1.0, dtype=torch.float32, device="cpu")
+        torch._foreach_add_(batch.t, one, alpha=1.0)
     else:
         torch._foreach_add_(batch.t, 1)
     return _estimate(batch, length)
