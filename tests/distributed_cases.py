@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from mars import MARS
+from mars.state import LOW_HALF
 
 STEPS, ROWS = 5, 24
 OPTIONS = {"lr": 0.02, "gamma": 0.3, "weight_decay": 0.1, "ns_dtype": "float64"}
@@ -381,6 +382,38 @@ def load(path: str, mars_type: str, strategy: str = "fsdp") -> list[Tensor]:
     )
     train(model, optimizer, "approximate", torch.float64, world, False)
     return [full(p) for p in model.parameters()]
+
+
+def gathered(dtype: str, broadcast: bool) -> float:
+    """All of the state on one rank, and back: how far that leads from going on."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    world, kind, ends = dist.get_world_size(), getattr(torch, dtype), []
+    model = spread(make_model(dtype), "fsdp", world)
+    optimizer = MARS(model.parameters(), **OPTIONS)
+    train(model, optimizer, "approximate", kind, world, False)
+    optimizer.zero_grad()
+    whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=whole))
+    start = [p.detach().clone() for p in model.parameters()]
+    for again in (False, True):
+        if again:
+            optimizer = MARS(model.parameters(), **OPTIONS)
+            with torch.no_grad():
+                for p, x in zip(model.parameters(), start, strict=True):
+                    p.copy_(x)
+            held = {} if broadcast and dist.get_rank() else state
+            set_optimizer_state_dict(model, optimizer, held, options=whole)
+            low = [optimizer.state[p][LOW_HALF[kind]] for p in model.parameters()]
+            assert {half.dtype for half in low} == {torch.int16}
+        train(model, optimizer, "approximate", kind, world, False)
+        ends.append([full(p) for p in model.parameters()])
+        optimizer.zero_grad()
+    return furthest(*ends)
 
 
 def raises(function: str) -> str:

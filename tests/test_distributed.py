@@ -247,6 +247,13 @@ def test_saved_on_two_ranks_and_loaded_on_three(two: Ranks, tmp_path) -> None:
         three.stop()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_one_rank_can_have_the_state_of_16_bit_parameters(dtype: str, two: Ranks) -> None:
+    """Low halves are int16, which no collective takes: they travel in a wider dtype."""
+    for broadcast in (False, True):
+        assert two.run(CASES, "gathered", dtype, broadcast) == [0.0, 0.0]
+
+
 def test_the_state_of_zero_is_that_of_one_process(two: Ranks) -> None:
     assert max(two.run(CASES, "zero_state")) < TOLERANCE
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mars.options import PAIRS, SETTLED, as_float, check_values
 from mars.rule.formats import GROUP
-from mars.sharding import is_sharded
+from mars.sharding import is_cut, is_sharded
 from mars.state import EXPONENT, LATER, LOW_HALF, OURS, SHAPED, buffers, kind_of, new_buffer
 
 if TYPE_CHECKING:
@@ -31,24 +31,31 @@ TOLD = tuple(
 
 
 def save(optimizer: Optimizer, save_by_torch: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """torch's state_dict, marked before the user's hooks see it."""
-    handle = optimizer.register_state_dict_post_hook(mark_late, prepend=True)
+    """torch's state_dict, completed before the user's hooks see it."""
+    handle = optimizer.register_state_dict_post_hook(as_saved, prepend=True)
     try:
         return save_by_torch()
     finally:
         handle.remove()
 
 
-def mark_late(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """A state dict in which buffers that a next step will begin with are told from lost ones."""
+def as_saved(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """A state dict in which buffers that a next step will begin with are told from lost ones, and
+    which ranks can put together: nothing in it is of a dtype that does not travel.
+    """
     places = {id(own): index for index, own in saved["state"].items()}
     for p, own, group in _matched(optimizer, saved):
         wanted = buffers(kind_of(p, group), p, group)
         missing = LATER & wanted.keys() - own.keys()
+        made: dict[str, Tensor] = {}
         if missing and "step" in own:
             mark = torch.empty(0, dtype=p.dtype, device=p.device)
             # Of an empty parameter a mark could not be told from the buffer: so it is the buffer.
             made = {n: mark if p.numel() else new_buffer(n, wanted[n], p) for n in missing}
+        low = LOW_HALF.get(p.dtype)
+        if low in own and is_cut(p):
+            made[low] = own[low].to(torch.int32)  # neither NCCL nor gloo gathers int16
+        if made:
             saved["state"][places[id(own)]] = {**own, **made}
     return saved
 
