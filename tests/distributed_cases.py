@@ -416,6 +416,20 @@ def gathered(dtype: str, broadcast: bool) -> float:
     return furthest(*ends)
 
 
+def compiled(options: dict[str, Any]) -> float:
+    """How far a compiled step leads from the same step."""
+    world, ends = dist.get_world_size(), []
+    for compile_it in (False, True):
+        model = spread(make_model(), "fsdp", world)
+        optimizer = MARS(model.parameters(), **{**OPTIONS, "lr": torch.tensor(0.02), **options})
+        if compile_it:
+            torch._dynamo.reset()
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+        train(model, optimizer, "approximate", torch.float64, world, False)
+        ends.append([full(p) for p in model.parameters()])
+    return furthest(*ends)
+
+
 def raises(function: str) -> str:
     """The message of the error that this function of this module raises."""
     try:

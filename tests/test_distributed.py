@@ -247,6 +247,16 @@ def test_saved_on_two_ranks_and_loaded_on_three(two: Ranks, tmp_path) -> None:
         three.stop()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"clip": "global", "max_grad_norm": 0.1}, {"mars_type": "mars-m"}],
+    ids=str,
+)
+def test_a_compiled_step(options: dict, two: Ranks) -> None:
+    """Dynamo cannot trace what ranks do together: that step is taken as it is."""
+    assert max(two.run(CASES, "compiled", options)) < TOLERANCE
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_one_rank_can_have_the_state_of_16_bit_parameters(dtype: str, two: Ranks) -> None:
     """Low halves are int16, which no collective takes: they travel in a wider dtype."""

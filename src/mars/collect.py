@@ -1,4 +1,4 @@
-"""From an optimizer to what engines step: its batches, in a plan where they are fused."""
+"""A step of an optimizer: its batches, in a plan where they are fused, and who steps them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
-from mars import exchange
+from mars import exact, exchange
 from mars.clipping import clip_gradients, clip_lengths
 from mars.dispatch import (
     capturing,
@@ -25,9 +26,46 @@ from mars.engines import CELLS, COLUMNS, Batch, foreach
 from mars.plan import Plan
 from mars.rule import KINDS, matrix_shape
 from mars.sharding import Ranks, flops, is_cut
+from mars.state import consume_gradients, kind_of, needs_last_grad
 
 if TYPE_CHECKING:
     from mars.optimizer import MARS
+
+
+def advance(optimizer: MARS, with_closure: bool) -> None:
+    """The step, with gradients that are there."""
+    plan = optimizer._renewed_plan()
+    if plan is None or not plan.complete:
+        optimizer._check_gradients()
+    approximate = all(group["is_approx"] for group in optimizer.param_groups)
+    if not approximate:
+        exact.check_protocol(optimizer, with_closure)
+    batches: list[tuple[Batch, str]] = []
+    if plan is None or not plan.complete:
+        plan, batches = collect(optimizer, plan)
+    # A GradScaler hands these over if the whole step is fused; see _step_supports_amp_scaling.
+    grad_scale = getattr(optimizer, "grad_scale", None)
+    found_inf = getattr(optimizer, "found_inf", None)
+    if (batches or (plan is not None and plan.outside)) and found_inf is not None:
+        raise RuntimeError(
+            "a GradScaler left unscaling and skipping to the fused step, and this step is not "
+            "all fused (it is compiled, captured, or changed since): use fused=False with it"
+        )
+    if not approximate or optimizer._exact.holds_last_param:
+        exact.remember(optimizer, with_closure)
+    if plan is not None:
+        plan.run(optimizer, grad_scale, found_inf)
+    step_batches(optimizer, batches, plan)
+    if plan is not None:
+        plan.consume(optimizer, copied=found_inf is not None)
+    else:
+        consume_gradients(optimizer)
+
+
+# Dynamo (2.13) cannot trace the groups of a mesh, nor leave a graph with one in its hands.
+@_disable_dynamo
+def advance_untraced(optimizer: MARS, with_closure: bool) -> None:
+    advance(optimizer, with_closure)
 
 
 def _stepped(optimizer: MARS) -> list[tuple[dict[str, Any], Tensor]]:
@@ -46,6 +84,18 @@ def may_scale(optimizer: MARS) -> bool:
     if not pairs or any(is_cut(p) for _, p in pairs) or (shared and not _alone(optimizer, pairs)):
         return False
     return all(steps_now(group, p, optimizer._ranks) for group, p in pairs)
+
+
+def needs_ranks(optimizer: MARS) -> bool:
+    """Whether this step needs a norm or a matrix whose parts other ranks have."""
+    for group, p in _stepped(optimizer):
+        kind = kind_of(p, group)
+        normed = group["max_grad_norm"] is not None or (
+            group["clip"] is not None and needs_last_grad(kind, group)
+        )
+        if is_cut(p) and (KINDS[kind].matrix or normed):
+            return True
+    return False
 
 
 def _alone(optimizer: MARS, pairs: list[tuple[dict[str, Any], Tensor]]) -> bool:

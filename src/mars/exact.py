@@ -176,7 +176,7 @@ def check_protocol(optimizer: MARS, with_closure: bool) -> None:
     begins = bool(memory.begun) and all(p in lost or p.grad is None for p in corrected)
     if memory.last_grads == "fresh" or begins:
         memory.begun.clear()
-        _without_correction(optimizer, [p for p in corrected if p in lost], frames=8)
+        _without_correction(optimizer, [p for p in corrected if p in lost], frames=9)
         return
     if memory.last_grads == "used":
         raise RuntimeError(

@@ -17,9 +17,8 @@ from torch.optim.optimizer import (
 
 from mars import exact, loading, options, state
 from mars.advice import warn, warn_about_their_decay
-from mars.collect import collect, may_scale, step_batches
+from mars.collect import advance, advance_untraced, may_scale, needs_ranks
 from mars.dispatch import LEFT_OUT, capturing, steps_now, why_not_fused
-from mars.engines import Batch
 from mars.groups import resolve
 from mars.plan import Plan
 from mars.sharding import Ranks, gradient, is_sharded, layout_of, local
@@ -285,31 +284,10 @@ class MARS(Optimizer):
             # Named here and not in evaluate: dynamo compiles only frames that mention torch.
             with torch.enable_grad():
                 loss = exact.evaluate(self, closure)
-        plan = self._renewed_plan()
-        if plan is None or not plan.complete:
-            self._check_gradients()
-        approximate = all(group["is_approx"] for group in self.param_groups)
-        if not approximate:
-            exact.check_protocol(self, closure is not None)
-        batches: list[tuple[Batch, str]] = []
-        if plan is None or not plan.complete:
-            plan, batches = collect(self, plan)
-        # A GradScaler hands these over if the whole step is fused; see _step_supports_amp_scaling.
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if (batches or (plan is not None and plan.outside)) and found_inf is not None:
-            raise RuntimeError(
-                "a GradScaler left unscaling and skipping to the fused step, and this step is not "
-                "all fused (it is compiled, captured, or changed since): use fused=False with it"
-            )
-        if not approximate or self._exact.holds_last_param:
-            exact.remember(self, closure is not None)
-        if plan is not None:
-            plan.run(self, grad_scale, found_inf)
-        step_batches(self, batches, plan)
-        if plan is not None:
-            plan.consume(self, copied=found_inf is not None)
+        if torch.compiler.is_compiling() and needs_ranks(self):
+            advance_untraced(self, closure is not None)
         else:
-            state.consume_gradients(self)
+            advance(self, closure is not None)
         return loss
 
     def _renewed_plan(self) -> Plan | None:
