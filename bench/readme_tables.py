@@ -583,6 +583,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tiny-clip": lambda: arms("tiny-clip"),
     "search-50m": lambda: arms("search-50m"),
     "tiny-search": lambda: arms("tiny-search"),
+    "tiny-length": lambda: arms("tiny-length"),
     "tiny-scale": lambda: arms("tiny-scale"),
     "gpt2-small": lambda: scored("gpt2-small"),
     "gpt2-small-times": lambda: durations("gpt2-small"),

@@ -324,6 +324,38 @@ def test_sentences_on_the_search_are_those_of_its_runs() -> None:
     assert f"ends {half[1]:.3f} below its own at 0.00283" in page
 
 
+def test_sentences_on_the_length_of_a_run_are_those_of_its_verdict() -> None:
+    from mars.lab.study.choice import ladders
+    from mars.lab.study.judge import judge
+    from mars.lab.study.questions import find
+    from mars.lab.study.results import Results
+
+    study, results = find("tiny-length"), Results(ROOT / "docs/results/tiny-length").read()
+    found = ladders(study, results)
+    page, choosing = (
+        " ".join((ROOT / name).read_text().split())
+        for name in ("docs/results.md", "docs/choosing.md")
+    )
+
+    def final(arm: str, steps: int) -> float:
+        ladder = found[f"{arm}, {steps} steps"]
+        return fmean(ladder.losses[ladder.best].values())
+
+    lead = {n: final("MARS-AdamW", n) - final("MARS-AdamW, γ = 0.1", n) for n in (150, 1200)}
+    assert f"any more**: {lead[150]:.3f} in 150 steps, {lead[1200]:.3f} in 1,200" in page
+    assert f"where the default does ({lead[1200]:.3f} below it)" in choosing
+    default, large, less = judge(study, results)[1:]
+    for judged, state, said in (
+        (default, "holds", "the default by {:.3f} ({:.3f} to {:.3f}, resolved)"),
+        (large, "not resolved", "γ = 0.1 by {:.3f} ({:.3f} to {:.3f}, not resolved)"),
+        (less, "not resolved", "it loses {:.3f} ({:.3f} to {:.3f}), so that it does"),
+    ):
+        d = judged.difference
+        assert judged.state == state
+        told = said.format(-d.mean, -d.high, -d.low).replace("-", "−")
+        assert told in page, told
+
+
 def test_sentences_on_gpt2_small_are_those_of_its_runs() -> None:
     from mars.lab.study.results import Results
 

@@ -274,6 +274,22 @@ def test_a_lead_that_a_rate_between_two_rungs_may_undo_is_not_resolved() -> None
     assert at(-0.03).state == "does not hold"  # a better baseline does not make it true
 
 
+def test_a_lead_that_a_rate_with_fewer_seeds_may_undo_is_not_resolved() -> None:
+    """Lower by noise (0.01) or less says nothing; by more than twice that, it leads."""
+    of = study()
+    known = grid(of, {"AdamW": [3.01, 3.0, 2.99], "MARS": [2.998, 2.988, 2.978]})
+    assert judge(of, known)[0].state == "holds"
+
+    def beside(gain: float) -> Judged:
+        return judge(of, [*known, result(of, "AdamW", 1.41e-2, 0, 3.01 - gain)])[0]
+
+    assert beside(0.005).state == "holds"
+    assert beside(0.015).why == "AdamW ended 0.015 lower at 0.0141, with 1 seed so far"
+    assert beside(0.03).why == "1 of 3 seeds have been run"
+    much = grid(of, {"AdamW": [3.01, 3.0, 2.99], "MARS": [2.91, 2.90, 2.89]})
+    assert judge(of, [*much, result(of, "AdamW", 1.41e-2, 0, 2.995)])[0].state == "holds"
+
+
 def test_a_difference_of_differences_is_paired_too() -> None:
     labels = ("A, small", "M, small", "A, large", "M, large")
     of = study(

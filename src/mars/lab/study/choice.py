@@ -110,6 +110,20 @@ class Ladder:
         best = self.best
         return sorted(lr for lr in self.losses if lr != best and self.behind(lr) <= NEAR)
 
+    def hinted(self) -> tuple[float, float, int] | None:
+        """The rate with fewer seeds than the best that was lower on these by more than noise, by
+        how much, and how many they are; None if there is none.
+        """
+        best = self.best
+        if best is None:
+            return None
+        few = [lr for lr, own in self.losses.items() if len(own) < len(self.losses[best])]
+        lr = min(few, key=self.behind, default=best)
+        if self.behind(lr) >= -1:
+            return None
+        seeds = len(self.losses[lr])
+        return lr, -self.behind(lr) * self.noise / math.sqrt(seeds), seeds
+
     @property
     def sloped(self) -> bool:
         """Whether no run at the rates beside the best diverged: one that did has no slope."""

@@ -61,7 +61,7 @@ def _judge(c: Comparison, found: Mapping[str, Ladder], seeds: int) -> Judged:
         return Judged(c, "not resolved", d, f"{n} of {seeds} seeds have been run", seeds - n)
     state = _state(d.low, d.high, c.claim)
     if state != "not resolved":
-        doubt = _between_rates(c, found, d.low, d.high) if c.claim.kind != "rate" else ""
+        doubt = _other_rates(c, found, d.low, d.high) if c.claim.kind != "rate" else ""
         return Judged(c, "not resolved", d, doubt) if doubt else Judged(c, state, d)
     low, high = _claimed(c.claim)
     needed = seeds_needed(list(differences.values()), low, high)
@@ -84,17 +84,28 @@ def _differences(c: Comparison, found: Mapping[str, Ladder]) -> dict[int, float]
     }
 
 
-def _between_rates(c: Comparison, found: Mapping[str, Ladder], low: float, high: float) -> str:
-    """Which arm may undo what an interval says, by a rate between those that were tried; or ""."""
+def _other_rates(c: Comparison, found: Mapping[str, Ladder], low: float, high: float) -> str:
+    """Which arm may undo what an interval says, by a rate that is not known well; or ""."""
     for sign in (1, -1):
         own = [label for s, label in zip(SIGNS, c.arms, strict=False) if s == sign]
-        promised = {label: between for label in own if (between := found[label].between())}
-        gains = math.fsum(gain for _, gain in promised.values())
+        promised = {label: promise for label in own if (promise := _promise(found[label]))}
+        gains = math.fsum(gain for gain, _ in promised.values())
         moved = (low - gains, high) if sign > 0 else (low, high + gains)
         if _state(*moved, c.claim) != _state(low, high, c.claim):
-            label, (rate, gain) = max(promised.items(), key=lambda item: item[1][1])
-            return f"{label} may end {gain:.3f} lower at {rate:g}, between two rates tried"
+            label, (_, why) = max(promised.items(), key=lambda item: item[1][0])
+            return f"{label} {why}"
     return ""
+
+
+def _promise(ladder: Ladder) -> tuple[float, str] | None:
+    """How much lower an arm may end at another rate than its best, and why."""
+    if (between := ladder.between()) is not None:
+        rate, gain = between
+        return gain, f"may end {gain:.3f} lower at {rate:g}, between two rates tried"
+    if (hinted := ladder.hinted()) is not None:
+        rate, gain, seeds = hinted
+        return gain, f"ended {gain:.3f} lower at {rate:g}, with {units.count(seeds, 'seed')} so far"
+    return None
 
 
 def _state(low: float, high: float, claim: Claim) -> State:
