@@ -91,7 +91,8 @@ def wait(browser: Any, condition: str, seconds: float = 10) -> Any:
 def test_every_page_is_there(site: Path, pages: dict[Path, Html]) -> None:
     """Reports of races and studies are pages of their own making."""
     made = {path.relative_to(site).with_suffix("").as_posix() for path in pages}
-    assert {name for name in made if not re.search(r"/report(-batch\d+)?$", name)} == set(SOURCES)
+    report = re.compile(r"/report(-batch\d+(-steps\d+)?)?$")
+    assert {name for name in made if not report.search(name)} == set(SOURCES)
 
 
 def test_nothing_is_loaded_from_a_network(site: Path, pages: dict[Path, Html]) -> None:
