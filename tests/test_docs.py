@@ -57,6 +57,11 @@ def surroundings() -> dict:
     return names
 
 
+def flat(page: str | Path) -> str:
+    """The text of a page, wherever its lines break."""
+    return " ".join((ROOT / page).read_text().split())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_snippets_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for package in NEEDS.get(page.name, ()):
@@ -158,7 +163,7 @@ def test_sentences_on_the_race_are_those_of_its_logs() -> None:
         f"MARS-AdamW has lost {twice['MARS-AdamW'] - ours.loss.mean:.2f} and "
         f"AdamW {twice['AdamW'] - base.loss.mean:.2f}",
     )
-    text = " ".join((ROOT / "docs/results.md").read_text().split())
+    text = flat("docs/results.md")
     for figure in figures:
         assert figure in text, figure
 
@@ -175,7 +180,7 @@ def test_sentences_on_the_study_are_those_of_its_runs() -> None:
     def below(arm: str, base: str) -> list[float]:
         return [best[base][s] - loss for s, loss in best[arm].items() if s in best[base]]
 
-    readme = " ".join((ROOT / "README.md").read_text().split())
+    readme = flat("README.md")
     ours = below("MARS-AdamW (.9, .95)", "AdamW")
     assert f"MARS-AdamW is {sum(ours) / len(ours):.3f} below AdamW" in readme
     assert len(ours) == 3
@@ -196,7 +201,7 @@ def test_sentences_on_the_study_are_those_of_its_runs() -> None:
         found[label].losses[2 * found[label].best][0] - best[label][0]
         for label in ("MARS-AdamW (.9, .95)", "AdamW")
     ]
-    results = " ".join((ROOT / "docs/results.md").read_text().split())
+    results = flat("docs/results.md")
     assert f"it loses {lost[0]:.2f} where AdamW loses {lost[1]:.2f}" in results
     of_m = below("MARS-M", "Muon")
     told = (
@@ -217,7 +222,7 @@ def test_sentences_on_the_clip_are_those_of_its_runs() -> None:
     below = [f"{adamw.losses[adamw.best][seed] - losses[seed]:.3f}" for seed in range(3)]
     told = f"{below[0]}, {below[1]} and {below[2]} below AdamW"
     for page in ("README.md", "docs/results.md"):
-        assert told in " ".join((ROOT / page).read_text().split()), (page, told)
+        assert told in flat(page), (page, told)
     clips = ladders(find("clip-50m"), Results(ROOT / "docs/results/clip-50m").read())
 
     def lost(*labels: str) -> str:
@@ -229,8 +234,15 @@ def test_sentences_on_the_clip_are_those_of_its_runs() -> None:
 
     raw = lost("tensor, raw", "none, raw")
     corrected = lost("tensor, corrected", "global, corrected", "none, corrected")
-    results = " ".join((ROOT / "docs/results.md").read_text().split())
+    results = flat("docs/results.md")
     assert f"at twice the best rate it loses {raw}, the corrected one {corrected}" in results
+    default = clips["tensor, corrected"].losses
+    lead = fmean(default[2e-3].values()) - fmean(clips["none, raw"].losses[2e-3].values())
+    gain = default[2e-3][0] - default[2.83e-3][0]
+    told = f"It is {lead:.3f} below the default at the same rate; at a rate between two rungs"
+    assert f"{told} the default makes up {gain:.3f} of that (one seed)" in flat("README.md")
+    assert f"{lead:.3f} below the default (0.013 to 0.023)" in results
+    assert f"But the default gains {gain:.3f} at 0.00283" in results
 
 
 def test_sentences_on_the_correction_are_those_of_its_runs() -> None:
@@ -250,10 +262,7 @@ def test_sentences_on_the_correction_are_those_of_its_runs() -> None:
     tokens, time = ({row[1]: int(row[i].removesuffix("%")) for row in told} for i in (7, 8))
     plain, approximate = "γ = 0", [f"γ = {gamma:g}" for gamma in (0.0125, 0.025, 0.05, 0.1)]
     exact = [f"{arm}, exact" for arm in approximate]
-    page, readme, choosing = (
-        " ".join((ROOT / name).read_text().split())
-        for name in ("docs/results.md", "README.md", "docs/choosing.md")
-    )
+    page, readme, choosing = map(flat, ("docs/results.md", "README.md", "docs/choosing.md"))
     below = {arm: final(plain) - final(arm) for arm in (*approximate, *exact)}
     default, best = "γ = 0.025", min(approximate, key=final)
     known = len(found[default].losses[found[default].best])
@@ -302,10 +311,7 @@ def test_sentences_on_the_search_are_those_of_its_runs() -> None:
     from mars.lab.study.results import Results
 
     found = ladders(find("search-50m"), Results(ROOT / "docs/results/search-50m").read())
-    page, choosing = (
-        " ".join((ROOT / name).read_text().split())
-        for name in ("docs/results.md", "docs/choosing.md")
-    )
+    page, choosing = map(flat, ("docs/results.md", "docs/choosing.md"))
 
     def first(arm: str, lr: float) -> float:
         return found[arm].losses[lr][0]
@@ -324,6 +330,25 @@ def test_sentences_on_the_search_are_those_of_its_runs() -> None:
     assert f"ends {half[1]:.3f} below its own at 0.00283" in page
 
 
+def test_sentences_on_the_search_on_a_tiny_model_are_those_of_its_verdict() -> None:
+    from mars.lab.study.judge import judge
+    from mars.lab.study.questions import find
+    from mars.lab.study.results import Results
+
+    judged = judge(find("tiny-search"), Results(ROOT / "docs/results/tiny-search").read())
+    by = {j.comparison.arm: j.difference for j in judged}
+    default, large = (by[arm] for arm in ("MARS-AdamW", "MARS-AdamW, γ = 0.1"))
+    page, choosing = map(flat, ("docs/results.md", "docs/choosing.md"))
+    span = f"{-large.mean:.3f} below it ({-large.high:.3f} to {-large.low:.3f})"
+    assert f"resolved in all three forms: {span}" in page
+    span = f"{-default.mean:.3f} ({-default.high:.3f} to {-default.low:.3f}, six seeds)"
+    assert f"The default γ = 0.025 is below AdamW too, by {span}" in page
+    span = (
+        f"({-large.high:.3f} to {-large.low:.3f}, where the default is {-default.mean:.3f} below)"
+    )
+    assert f"at AdamW's betas {-large.mean:.3f} below AdamW {span}" in choosing
+
+
 def test_sentences_on_the_length_of_a_run_are_those_of_its_verdict() -> None:
     from mars.lab.study.choice import ladders
     from mars.lab.study.judge import judge
@@ -332,10 +357,7 @@ def test_sentences_on_the_length_of_a_run_are_those_of_its_verdict() -> None:
 
     study, results = find("tiny-length"), Results(ROOT / "docs/results/tiny-length").read()
     found = ladders(study, results)
-    page, choosing = (
-        " ".join((ROOT / name).read_text().split())
-        for name in ("docs/results.md", "docs/choosing.md")
-    )
+    page, choosing = map(flat, ("docs/results.md", "docs/choosing.md"))
 
     def final(arm: str, steps: int) -> float:
         ladder = found[f"{arm}, {steps} steps"]
@@ -366,9 +388,7 @@ def test_sentences_on_gpt2_small_are_those_of_its_runs() -> None:
     below = {arm: final["AdamW"] - loss for arm, loss in final.items()}
     for (arm, _), run in runs.items():
         assert final[arm] <= (run.final or 0.0)
-    readme, results = (
-        " ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/results.md")
-    )
+    readme, results = map(flat, ("README.md", "docs/results.md"))
     assert f"AdamW {final['AdamW']:.3f} and Muon (Moonlight's scale) {final['Muon']:.3f}" in readme
     assert f"MARS-M {final['MARS-M']:.3f}, MARS-AdamW {final['MARS-AdamW']:.3f}, and" in readme
     assert f"and {final[lean]:.3f} with `clip=None" in readme
@@ -390,7 +410,7 @@ def test_sentences_on_gpt2_small_are_those_of_its_runs() -> None:
 
 
 def test_sentences_on_its_times_are_those_of_its_verdict() -> None:
-    readme = " ".join((ROOT / "README.md").read_text().split())
+    readme = flat("README.md")
     verdict = (ROOT / "docs/results/optimizers-50m/verdict.md").read_text()
     rows = [[cell.strip() for cell in line.split("|")] for line in verdict.splitlines()]
     head = next(row for row in rows if "best rate" in row)
@@ -430,7 +450,7 @@ def test_the_first_trial_of_a_search_is_told_as_the_page_has_it() -> None:
 
     found = advice(arguments.base_run("gpt2-small", ["--optimizer.name", "adamw"]), ["lr"])
     assert found is not None
-    page = " ".join((ROOT / "docs/lab.md").read_text().split())
+    page = flat("docs/lab.md")
     assert f"first the recommended lr {found.setting.lr:g} ({found.evidence}; …)" in page
 
 
@@ -559,7 +579,7 @@ def test_sentences_on_the_cost_are_those_of_its_file() -> None:
         for name in ("mars-m", "mars-shampoo")
     ]
     assert min(matrices) >= 0.985
-    text = " ".join((ROOT / "README.md").read_text().split())
+    text = flat("README.md")
     assert "have 0.99 to 1.02 of AdamW's tokens per second, its clip included" in text
     told = "MARS-M and MARS-Shampoo 0.79 to 0.96 at the 16k to 32k tokens per step"
     assert f"{told} that were measured, 0.99 or more computed for 512k" in text

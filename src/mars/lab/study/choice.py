@@ -121,7 +121,7 @@ class Ladder:
         lr = min(few, key=self.behind, default=best)
         if self.behind(lr) >= -1:
             return None
-        seeds = len(self.losses[lr])
+        seeds = len(self.losses[lr].keys() & self.losses[best].keys())
         return lr, -self.behind(lr) * self.noise / math.sqrt(seeds), seeds
 
     @property
