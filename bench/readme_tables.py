@@ -579,6 +579,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "images": lambda: images("cifar10-resnet18-200", "cifar10-resnet18-short"),
     "cifar10-decay": lambda: decays("cifar10-resnet18-decay"),
     "cifar10-rates": lambda: accuracy_rates("cifar10-resnet18-grid"),
+    "tiny-optimizers": lambda: arms("tiny-optimizers"),
     "tiny-correction": lambda: arms("tiny-correction"),
     "tiny-clip": lambda: arms("tiny-clip"),
     "search-50m": lambda: arms("search-50m"),

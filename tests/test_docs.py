@@ -349,6 +349,29 @@ def test_sentences_on_the_search_on_a_tiny_model_are_those_of_its_verdict() -> N
     assert f"at AdamW's betas {-large.mean:.3f} below AdamW {span}" in choosing
 
 
+def test_the_example_of_a_study_is_told_as_its_runs_have_it() -> None:
+    from mars.lab.report.statistics import paired
+    from mars.lab.study.choice import ladders
+    from mars.lab.study.questions import find
+    from mars.lab.study.results import Results
+
+    results = Results(ROOT / "docs/results/tiny-optimizers").read()
+    found = ladders(find("tiny-optimizers"), results)
+    adamw, ours = (found[arm].losses for arm in ("AdamW", "MARS-AdamW"))
+    page = flat("docs/studies.md")
+    assert f"took [{len(results)} runs]" in page
+    for seeds in (3, 5):
+        first = [{s: losses[2.5e-3][s] for s in range(seeds)} for losses in (ours, adamw)]
+        d = paired(*first)
+        told = f"{d.mean:.4f} ({d.low:.4f} to {d.high:+.4f})".replace("-", "−")
+        assert told in page, told
+    higher = adamw[1.77e-3][0] - adamw[2.5e-3][0]
+    assert f"AdamW ended {higher:.3f} higher at 0.00177 (seed 0)" in page
+    now = paired(ours[3.54e-3], adamw[2.5e-3])
+    assert now.n == 6
+    assert f"the table's {now.mean:.4f}".replace("-", "−") in page
+
+
 def test_best_rates_relative_to_adamw_are_those_of_the_tiny_studies() -> None:
     from mars.lab.study.choice import ladders
     from mars.lab.study.questions import find
