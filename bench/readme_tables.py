@@ -401,12 +401,11 @@ SHOWN = ("adamw", "mars-adamw", "mars-shampoo", "mars-m", "muon", "mars-lion")
 
 
 def rates() -> str:
-    """The best rate of each optimizer by model, tokens and batch; of several settings, the best."""
+    """The best rate of each optimizer by model, tokens and batch; of betas and scales, the best."""
     best: dict[tuple[Any, ...], settings.Setting] = {}
     for s in settings.read():
         key = s.recipe, s.parameters, s.seen, s.batch, s.optimizer["name"]
-        usual = s.unit == "tokens" and s.seeds > 1 and "exact" not in s.optimizer
-        if usual and (key not in best or s.loss < best[key].loss):
+        if _usual(s) and (key not in best or s.loss < best[key].loss):
             best[key] = s
     rows = []
     for recipe, parameters, seen, batch in sorted({key[:4] for key in best}, key=lambda k: k[1:]):
@@ -416,6 +415,15 @@ def rates() -> str:
             *("" if s is None else _rate(s) for s in found),
         ])  # fmt: skip
     return table(["model", "tokens", "a step", *map(optimizers.label, SHOWN)], rows)
+
+
+def _usual(s: settings.Setting) -> bool:
+    """Several seeds, and the default γ, clip, second moment and lr_1d, whose rate it then is."""
+    o = s.optimizer
+    options = o.get("options", {}).keys() - {"adjust_lr_fn"}
+    plain = o.get("gamma", 0.025) == 0.025 and "exact" not in o and not options
+    half = "lr_1d" not in o or math.isclose(o["lr_1d"], o["lr"] / 2, rel_tol=0.01)
+    return s.unit == "tokens" and s.seeds > 1 and plain and half
 
 
 def _rate(s: settings.Setting) -> str:
