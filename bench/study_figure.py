@@ -39,6 +39,7 @@ COLORS = {
     "MARS-AdamW (.9, .95)": "#c96f12",
     "MARS-AdamW": "#c96f12",
     "MARS-AdamW (.95, .99)": "#a8752a",
+    "MARS-AdamW, no clip, raw": "#c2185b",
     "Muon": "#4f86bd",
     "Muon, original scale": "#5b9b6b",
     "MARS-M": "#1f5fa8",
@@ -47,13 +48,23 @@ COLORS = {
     "Lion": "#b97474",
     "MARS-Lion": "#b03a3a",
     "γ = 0": "#444444",
-    "γ = 0.0125": "#c29a52", "γ = 0.0125, exact": "#7396b8",
-    "γ = 0.025": "#d08a2c", "γ = 0.025, exact": "#4d86c4",
-    "γ = 0.05": "#c06410", "γ = 0.05, exact": "#3577bd",
-    "γ = 0.1": "#9c4a06", "γ = 0.1, exact": "#174a80",
-}  # fmt: skip
+    "γ = 0.0125": "#c98a00",
+    "γ = 0.025": "#1f5fa8",
+    "γ = 0.05": "#2e8b57",
+    "γ = 0.1": "#b03a3a",
+}
+EXACT = ", exact"  # has the colour of the same γ in approximate mode, dashed
 FEW = 6  # rungs that have room for their names
+FAINT = 0.45  # single runs, beside the lines of their means
 SKIPPED = 0.25  # of the tokens: before that, curves fall too fast to tell them apart
+
+
+def color_of(label: str, other: str) -> str:
+    return COLORS.get(label.removesuffix(EXACT), other)
+
+
+def dashes(label: str) -> str:
+    return "--" if label.endswith(EXACT) else "-"
 
 
 def by_tokens(axes: Any, ladder: Ladder, results: Sequence[Result], color: str) -> None:
@@ -67,7 +78,7 @@ def by_tokens(axes: Any, ladder: Ladder, results: Sequence[Result], color: str) 
         if tokens >= SKIPPED * own[0].tokens
     ]
     xs, ys = zip(*points, strict=True)
-    axes.plot([x / 1e6 for x in xs], ys, color=color)
+    axes.plot([x / 1e6 for x in xs], ys, color=color, ls=dashes(label))
     at = "" if len(own) > 1 else f" at {units.rate(ladder.best)}"
     axes.annotate(
         f" {named(label)}{at}: {ys[-1]:.3f}", (xs[-1] / 1e6, ys[-1]), color=color,
@@ -78,10 +89,12 @@ def by_tokens(axes: Any, ladder: Ladder, results: Sequence[Result], color: str) 
 def by_rate(axes: Any, ladder: Ladder, color: str) -> None:
     """Every run, and the mean of seeds."""
     rates = sorted(lr for lr, own in ladder.losses.items() if max(own.values()) < float("inf"))
-    axes.plot(rates, [fmean(ladder.losses[lr].values()) for lr in rates], color=color, lw=1)
+    means = [fmean(ladder.losses[lr].values()) for lr in rates]
+    axes.plot(rates, means, color=color, lw=1.3, ls=dashes(ladder.arm.label))
     for lr in rates:
         losses = list(ladder.losses[lr].values())
-        axes.plot([lr] * len(losses), losses, "o", color=color, ms=3)
+        several = len(losses) > 1
+        axes.plot([lr] * len(losses), losses, "o", color=color, ms=3, alpha=FAINT if several else 1)
 
 
 def spread_labels(axes: Any) -> None:
@@ -108,7 +121,7 @@ def opened(directory: Path) -> tuple[Any, Study, list[Result], list[Ladder]]:
 
 def draw(directory: Path) -> Path:
     plt, study, results, found = opened(directory)
-    colors = [COLORS.get(own.arm.label, f"C{i % 10}") for i, own in enumerate(found)]
+    colors = [color_of(own.arm.label, f"C{i % 10}") for i, own in enumerate(found)]
     searched = any(len(own.losses) > 1 for own in found)
     figure, panels = plt.subplots(
         1, 1 + searched, figsize=(11 if searched else 8, 4.4), squeeze=False, layout="constrained"
@@ -138,7 +151,8 @@ def draw(directory: Path) -> Path:
         second.set_xlim(tried[0] / 1.5, tried[-1] * 1.5)
         second.minorticks_off()
         second.set_xlabel("learning rate")
-        second.set_title("every run, over the rates tried", fontsize=10)
+        means = "; lines are means" * several
+        second.set_title(f"every run, over the rates tried{means}", fontsize=10)
     path = directory / "figure.png"
     figure.savefig(path, dpi=150)
     return path
@@ -151,7 +165,7 @@ def summarise(directory: Path) -> Path:
     rows.sort(key=lambda row: -row[1].mean)
     figure, axes = plt.subplots(figsize=(6.4, 0.42 * len(rows) + 1.1), layout="constrained")
     for y, (own, d) in enumerate(rows):
-        color = COLORS.get(own.arm.label, "#444444")
+        color = color_of(own.arm.label, "#444444")
         if d.low is not None:
             axes.plot([d.low, d.high], [y, y], color=color, lw=2)
         axes.plot(d.mean, y, "o", color=color, ms=6)
