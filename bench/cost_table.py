@@ -95,8 +95,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
     measured = [row for row in whole(found) if row["status"] == "measured" and row["adamw"]]
     sizes = {row["size"]: row["elements"] for row in measured}
     titles = {
-        "tokens_per_second": "one micro-batch a step (32k tokens; 3B: 16k, 7B: 1k)",
-        "accumulated": f"{STEP_TOKENS >> 10}k tokens a step",
+        "tokens_per_second": "one micro-batch per step (32k tokens; 3B: 16k, 7B: 1k)",
+        "accumulated": f"{STEP_TOKENS >> 10}k tokens per step, computed (another axis)",
     }
     for place, (quantity, title) in enumerate(titles.items(), 1):
         ax = figure.add_subplot(1, 2, place)
@@ -105,14 +105,20 @@ def draw(found: dict[str, Any], path: Path) -> None:
             speed = [ratios(row, row["adamw"], row["tokens"])[quantity] for row in own]
             label = SHORT.get(name, OPTIMIZERS[name].label)
             line = {"color": color, "marker": "o", "markersize": 4, "label": label}
+            if name == "mars-shampoo":  # lies on MARS-M's, which shows between the dashes
+                line |= {"linestyle": (0, (3, 3)), "markersize": 2.5}
             ax.plot([row["elements"] for row in own], speed, **line)
+            for row, y in zip(own, speed, strict=True):
+                if quantity == "tokens_per_second" and (how := kept(row)) != "fp32":
+                    where = {"textcoords": "offset points", "xytext": (-6, 2), "ha": "right"}
+                    ax.annotate(f"{label}: {how}", (row["elements"], y), fontsize=8, **where)
         ax.set_xscale("log")
         ax.set_xticks(list(sizes.values()), list(sizes))
         ax.minorticks_off()
         ax.set_title(title, fontsize=10)
         ax.set_xlabel("parameters")
         ax.grid(alpha=0.25)
-    figure.axes[0].set_ylabel("tokens a second, of AdamW's")
+    figure.axes[0].set_ylabel("tokens per second, of AdamW's")
     figure.axes[0].legend(fontsize=8, loc="lower left")
     figure.suptitle(f"{found['device']}, torch {found['torch']}", fontsize=10)
     figure.tight_layout()
