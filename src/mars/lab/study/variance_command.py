@@ -158,6 +158,7 @@ def draw(rows: Rows, path: Path) -> None:
 
     batches = sorted({row["batch"] for row in rows})
     rates = sorted({row["lr"] for row in rows})
+    gammas = sorted({row["gamma"] for row in rows if row["gamma"]})
     colours = plt.get_cmap("viridis")
     figure, axes = plt.subplots(len(batches), 3, figsize=(12, 3.6 * len(batches)), squeeze=False)
     for place, batch in enumerate(batches):
@@ -181,6 +182,9 @@ def draw(rows: Rows, path: Path) -> None:
                 )  # fmt: skip
             panel.axhline(1.0, color="0.6", linewidth=0.8)
             panel.set(xscale="log", yscale="log", xlabel="γ")
+            panel.set_xticks(gammas, [f"{gamma:g}" for gamma in gammas], fontsize=8)
+            panel.minorticks_off()
+            panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
             name = "E‖m − ∇F‖², relative to plain" if is_error else "Var(c)/Var(g)"
             panel.set_title(f"{name}\n{part}, batch of {batch}", fontsize=9)
     handles, labels = axes[0][2].get_legend_handles_labels()
