@@ -36,6 +36,10 @@ from mars.lab.study.templates import (
 GAMMAS = (0.0125, 0.025, 0.05, 0.1)
 LEAN = {"clip": "None", "second_moment": "raw"}  # the cheapest step of MARS-AdamW
 TINY = "A GPT of 0.4M parameters, 150k bytes of Shakespeare"
+LONG: Changes = {
+    "loop": {"steps": 1200, "eval_every": 100},
+    "schedule": {"warmup_steps": 120},
+}
 
 
 def gpt_50m(optimizer: str) -> Run:
@@ -243,12 +247,8 @@ def tiny_length() -> Study:
     """Why γ = 0.1 leads on a tiny GPT and not with 51M parameters. The short arms are those of
     tiny-search: --take them from there."""
     adamw, default, large = "AdamW", "MARS-AdamW", "MARS-AdamW, γ = 0.1"
-    long: Changes = {
-        "loop": {"steps": 1200, "eval_every": 100},
-        "schedule": {"warmup_steps": 120},
-    }
     arms = []
-    for steps, lr, changes in ((150, 5e-3, {}), (1200, 2.5e-3, long)):
+    for steps, lr, changes in ((150, 5e-3, {}), (1200, 2.5e-3, LONG)):
         arms.append(Arm(label=f"{adamw}, {steps} steps", optimizer="adamw", lr=lr, changes=changes))
         arms.append(mars_adamw(f"{default}, {steps} steps", lr, changes))
         arms.append(mars_adamw(f"{large}, {steps} steps", lr, changes, gamma=0.1))
@@ -274,6 +274,35 @@ def tiny_length() -> Study:
     )
 
 
+def tiny_decay() -> Study:
+    """Elsewhere the decay is 0.1 for all, so that what a step takes off the weights grows with the
+    best rate. AdamW and MARS-AdamW have runs in tiny-length: --take them from there.
+    """
+    adamw, ours, matrix = "AdamW", "MARS-AdamW", "MARS-Shampoo"
+    first = {adamw: ("adamw", 1e-2), ours: ("mars-adamw", 1e-2), matrix: ("mars-shampoo", 3.2e-2)}
+    decays = {"": {}, **{f", decay {d:g}": {"weight_decay": d} for d in (0.0, 0.5, 2.5)}}
+    arms = tuple(
+        Arm(label=f"{label}{suffix}", optimizer=name, lr=lr, changes={**LONG, "optimizer": own})
+        for suffix, own in decays.items()
+        for label, (name, lr) in first.items()
+    )
+    return Study(
+        name="tiny-decay",
+        question="A GPT of 0.4M parameters, 1.2M bytes of Shakespeare: does the order of the "
+        "optimizers stay if the decay is tuned, too?",
+        prediction="Yes: MARS-Shampoo at the decay that all had, 0.1, ends 0.05 or more below "
+        "AdamW at its best decay, and MARS-AdamW below AdamW at the same decay, whichever it is. "
+        "No optimizer gains 0.02 by another decay.",
+        base=gpt_tiny,
+        arms=arms,
+        comparisons=(
+            *(lower(matrix, f"{adamw}{suffix}", 0.05) for suffix in decays),
+            *(lower(f"{ours}{suffix}", f"{adamw}{suffix}") for suffix in decays),
+            *(lower(f"{arm}{suffix}", arm, 0.02) for arm in first for suffix in decays if suffix),
+        ),
+    )
+
+
 def tiny_scale() -> Study:
     return scale("tiny-scale", gpt_tiny, 3.2e-2, 6.4e-2, TINY, 0.03)
 
@@ -293,6 +322,7 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "tiny-batch": tiny_batch,
     "tiny-search": tiny_search,
     "tiny-length": tiny_length,
+    "tiny-decay": tiny_decay,
     "tiny-scale": tiny_scale,
 }
 
