@@ -384,7 +384,7 @@ def load(path: str, mars_type: str, strategy: str = "fsdp") -> list[Tensor]:
     return [full(p) for p in model.parameters()]
 
 
-def gathered(dtype: str, broadcast: bool) -> float:
+def gathered(dtype: str, broadcast: bool, strategy: str) -> float:
     """All of the state on one rank, and back: how far that leads from going on."""
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -393,7 +393,7 @@ def gathered(dtype: str, broadcast: bool) -> float:
     )
 
     world, kind, ends = dist.get_world_size(), getattr(torch, dtype), []
-    model = spread(make_model(dtype), "fsdp", world)
+    model = spread(make_model(dtype), strategy, world)
     optimizer = MARS(model.parameters(), **OPTIONS)
     train(model, optimizer, "approximate", kind, world, False)
     optimizer.zero_grad()

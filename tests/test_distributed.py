@@ -257,11 +257,14 @@ def test_a_compiled_step(options: dict, two: Ranks) -> None:
     assert max(two.run(CASES, "compiled", options)) < TOLERANCE
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_one_rank_can_have_the_state_of_16_bit_parameters(dtype: str, two: Ranks) -> None:
+def test_one_rank_can_have_the_state_of_16_bit_parameters(
+    dtype: str, strategy: str, two: Ranks
+) -> None:
     """Low halves are int16, which no collective takes: they travel in a wider dtype."""
     for broadcast in (False, True):
-        assert two.run(CASES, "gathered", dtype, broadcast) == [0.0, 0.0]
+        assert two.run(CASES, "gathered", dtype, broadcast, strategy) == [0.0, 0.0]
 
 
 def test_the_state_of_zero_is_that_of_one_process(two: Ranks) -> None:

@@ -124,6 +124,22 @@ def test_state_dtype_survives_loading(dtype: torch.dtype) -> None:
         assert torch.equal(optimizer.state[p][name], value)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_halves_load_in_either_width(dtype: torch.dtype) -> None:
+    """A process alone saves them in int16; a process group, which cannot send that, in int32."""
+    optimizer, p = stepped(dtype=dtype)
+    low = optimizer.state[p][LOW_HALF[dtype]].clone()
+    assert low.any()
+    for width in (torch.int16, torch.int32):
+        saved = copy.deepcopy(optimizer.state_dict())
+        assert saved["state"][0][LOW_HALF[dtype]].dtype == torch.int16
+        saved["state"][0][LOW_HALF[dtype]] = low.to(width)
+        optimizer.load_state_dict(saved)
+        held = optimizer.state[p][LOW_HALF[dtype]]
+        assert held.dtype == torch.int16
+        assert torch.equal(held, low)
+
+
 def test_a_float32_checkpoint_loads_into_a_bfloat16_model_and_back() -> None:
     wide, _ = stepped()
     narrow, q = stepped(dtype=torch.bfloat16)

@@ -10,11 +10,12 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mars.options import PAIRS, SETTLED, as_float, check_values
 from mars.rule.formats import GROUP
-from mars.sharding import is_cut, is_sharded
+from mars.sharding import is_sharded
 from mars.state import EXPONENT, LATER, LOW_HALF, OURS, SHAPED, buffers, kind_of, new_buffer
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def save(optimizer: Optimizer, save_by_torch: Callable[[], dict[str, Any]]) -> d
 
 def as_saved(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """A state dict in which buffers that a next step will begin with are told from lost ones, and
-    which ranks can put together: nothing in it is of a dtype that does not travel.
+    which ranks can send each other: nothing in it is of a dtype that does not travel.
     """
     places = {id(own): index for index, own in saved["state"].items()}
     for p, own, group in _matched(optimizer, saved):
@@ -53,8 +54,8 @@ def as_saved(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             # Of an empty parameter a mark could not be told from the buffer: so it is the buffer.
             made = {n: mark if p.numel() else new_buffer(n, wanted[n], p) for n in missing}
         low = LOW_HALF.get(p.dtype)
-        if low in own and is_cut(p):
-            made[low] = own[low].to(torch.int32)  # neither NCCL nor gloo gathers int16
+        if low in own and dist.is_available() and dist.is_initialized():
+            made[low] = own[low].to(torch.int32)  # neither NCCL nor gloo takes int16
         if made:
             saved["state"][places[id(own)]] = {**own, **made}
     return saved
