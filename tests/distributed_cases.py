@@ -416,6 +416,31 @@ def gathered(dtype: str, broadcast: bool, strategy: str) -> float:
     return furthest(*ends)
 
 
+def closure_state(strategy: str, path: str) -> float:
+    """Exact mode by closure, saved and loaded: how far that leads from going on."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    world, options, ends = dist.get_world_size(), {**OPTIONS, "is_approx": False}, []
+    for again in (False, True):
+        model = spread(make_model(), strategy, world)
+        optimizer = MARS(model.parameters(), **options)
+        if again:
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            optimizer.step(lambda: None)
+        else:
+            train(model, optimizer, "closure", torch.float64, world, False)
+        optimizer.zero_grad()
+        parameters, state = get_state_dict(model, optimizer)
+        both = {"model": parameters, "optimizer": state}
+        (dcp.load if again else dcp.save)(both, checkpoint_id=path)
+        set_state_dict(model, optimizer, model_state_dict=parameters, optim_state_dict=state)
+        train(model, optimizer, "closure", torch.float64, world, False)
+        ends.append([full(p) for p in model.parameters()])
+    return furthest(*ends)
+
+
 def compiled(options: dict[str, Any]) -> float:
     """How far a compiled step leads from the same step."""
     world, ends = dist.get_world_size(), []
@@ -437,6 +462,22 @@ def raises(function: str) -> str:
     except (RuntimeError, ValueError) as error:
         return str(error)
     return ""
+
+
+def unprepared_closure() -> None:
+    """Exact state by closure, for an optimizer in which torch has made that of the protocol."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    model, whole = shard(make_model(), mesh(dist.get_world_size())), StateDictOptions(True)
+    first, second = (MARS(model.parameters(), is_approx=False, **OPTIONS) for _ in range(2))
+    train(model, first, "closure", torch.float64, dist.get_world_size(), False)
+    first.zero_grad()
+    state = get_optimizer_state_dict(model, first, options=whole)
+    set_optimizer_state_dict(model, second, state, options=whole)
 
 
 def partial_parameter() -> None:

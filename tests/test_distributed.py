@@ -267,6 +267,13 @@ def test_one_rank_can_have_the_state_of_16_bit_parameters(
         assert two.run(CASES, "gathered", dtype, broadcast, strategy) == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_exact_state_by_closure_loads_after_a_step_without_a_batch(
+    strategy: str, two: Ranks, tmp_path: Path
+) -> None:
+    assert two.run(CASES, "closure_state", strategy, str(tmp_path / "saved")) == [0.0, 0.0]
+
+
 def test_the_state_of_zero_is_that_of_one_process(two: Ranks) -> None:
     assert max(two.run(CASES, "zero_state")) < TOLERANCE
 
@@ -278,6 +285,7 @@ def test_the_state_of_zero_is_that_of_one_process(two: Ranks) -> None:
         ("eight_bits", 'cannot be kept in 8 bits; use "bfloat16"'),
         ("other_part", "they are cut in different places"),
         ("plain_state", "is a plain tensor, and the parameter a DTensor"),
+        ("unprepared_closure", "take one step in the way of exact mode that saved this"),
         ("zero_closure", "exact mode with a closure needs all parameters here"),
     ],
 )

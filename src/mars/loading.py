@@ -30,6 +30,9 @@ TOLD = tuple(
     if name not in (*PAIRS, "foreach", "fused", "capturable", "differentiable")
 )
 
+# Of exact mode: the protocol keeps one of them, step(closure) the other.
+EXACT = ("previous_grad", "last_param")
+
 
 def save(optimizer: Optimizer, save_by_torch: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """torch's state_dict, completed before the user's hooks see it."""
@@ -253,6 +256,12 @@ def _check_buffers(who: str, p: Tensor, saved: Mapping[str, Any], group: Mapping
             raise ValueError(
                 f"state of {who}: {name} is a plain tensor, and the parameter a DTensor. Load by "
                 "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which shards it"
+            )
+        elif name in EXACT and is_sharded(p) and not is_sharded(value):
+            raise ValueError(
+                f"state of {who}: {name} is a plain tensor, and the parameter a DTensor. "
+                "set_optimizer_state_dict shards only what the optimizer has: take one step in the "
+                "way of exact mode that saved this, step(closure) or the protocol, and load then"
             )
         elif name in SHAPED and isinstance(value, Tensor) and value.shape != p.shape:
             raise ValueError(
