@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import warnings
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from choice import choose
-from mars import MARS
+from mars import MARS, exact
 from mars.engines import available
 from mars.rule import KINDS
 
@@ -173,6 +174,19 @@ def test_randomness_goes_on_as_if_there_were_one_evaluation() -> None:
             optimizer.step(closure)
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_randomness_of_other_accelerators_goes_on_too(kind: str, monkeypatch) -> None:
+    """Their generators stand in as one number each: there is no such device in the tests."""
+    numbers = {0: 10, 1: 20}
+    module = torch.get_device_module(kind)
+    monkeypatch.setattr(module, "get_rng_state", lambda device: numbers[device])
+    monkeypatch.setattr(module, "set_rng_state", lambda n, device: numbers.update({device: n}))
+    there = [SimpleNamespace(device=torch.device(name)) for name in ("cpu", f"{kind}:0")]
+    with exact._forked(there):
+        numbers.update({0: 11, 1: 21})
+    assert numbers == {0: 10, 1: 21}
 
 
 def test_frozen_and_gradientless_parameters() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,14 +97,21 @@ def _without_correction(optimizer: MARS, lost: list[Tensor], frames: int) -> Non
         )
 
 
+def _forked(params: list[Tensor]) -> AbstractContextManager[None]:
+    """Afterwards, random numbers go on from here, on the CPU and where the parameters are."""
+    places = {p.device for p in params}
+    kind = next((place.type for place in places if place.type in ("mps", "xpu")), "cuda")
+    devices = {place.index for place in places if place.type == kind}
+    if torch.cuda.is_initialized() and kind == "cuda":  # parameters may be offloaded to the CPU
+        devices.add(torch.cuda.current_device())
+    return torch.random.fork_rng(devices=sorted(devices), device_type=kind)
+
+
 def _evaluate_there(
     optimizer: MARS, closure: Callable[[], Any], there: dict[Tensor, Tensor]
 ) -> None:
     """Evaluate at the previous parameters; leave ours, their gradients and the RNG as they were."""
     everyone = optimizer._all()
-    devices = {p.device.index for p in everyone if p.device.type == "cuda"}
-    if torch.cuda.is_initialized():  # parameters may be offloaded to where nothing is computed
-        devices.add(torch.cuda.current_device())
     here = {p: p.detach().clone() for p in there}
     gradients = [p.grad for p in everyone]
     try:
@@ -113,7 +121,7 @@ def _evaluate_there(
         for p in everyone:
             p.grad = None
         torch.clear_autocast_cache()  # weights that an autocast around the step has cast before
-        with torch.random.fork_rng(devices=sorted(devices)):  # the other sees the same numbers
+        with _forked(everyone):  # the other sees the same random numbers
             closure()
         with torch.no_grad():
             for p in _corrected(optimizer):
