@@ -336,11 +336,11 @@ def test_sentences_on_the_search_on_a_tiny_model_are_those_of_its_verdict() -> N
 
     names = ("correction", "clip", "search", "batch", "scale")
     runs = sum(len(Results(ROOT / f"docs/results/tiny-{name}").read()) for name in names)
-    assert f"{runs} runs in five studies" in flat("docs/results.md")
+    assert f"{runs} runs in five studies" in flat("docs/results-small.md")
     judged = judge(find("tiny-search"), Results(ROOT / "docs/results/tiny-search").read())
     by = {j.comparison.arm: j.difference for j in judged}
     default, large = (by[arm] for arm in ("MARS-AdamW", "MARS-AdamW, γ = 0.1"))
-    page, choosing = map(flat, ("docs/results.md", "docs/choosing.md"))
+    page, choosing = map(flat, ("docs/results-small.md", "docs/choosing.md"))
     span = f"{-large.mean:.3f} below it ({-large.high:.3f} to {-large.low:.3f})"
     assert f"resolved in all three forms: {span}" in page
     published = by["MARS-AdamW (.95, .99), γ = 0.1"]
@@ -404,7 +404,7 @@ def test_sentences_on_the_length_of_a_run_are_those_of_its_verdict() -> None:
 
     study, results = find("tiny-length"), Results(ROOT / "docs/results/tiny-length").read()
     found = ladders(study, results)
-    page, choosing = map(flat, ("docs/results.md", "docs/choosing.md"))
+    page, choosing = map(flat, ("docs/results-small.md", "docs/choosing.md"))
 
     def final(arm: str, steps: int) -> float:
         ladder = found[f"{arm}, {steps} steps"]
@@ -499,7 +499,7 @@ def test_sentences_on_the_scale_are_those_of_its_verdict() -> None:
         (ours, "Muon, original scale"): "holds",
         (ours, "Muon, lr_1d = 2 lr"): "not resolved",
     }
-    text = (ROOT / "docs/results.md").read_text()
+    text = (ROOT / "docs/results-small.md").read_text()
     for pair, state in pairs.items():
         assert by[pair].state == state, pair
         assert f"{-by[pair].difference.mean:.3f}" in text, pair

@@ -46,9 +46,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mars-shampoo": {"lr": 1e-2, "lr_1d": 1e-3, "options": FLATTEN},
     "mars-m": {"lr": 1e-2, "lr_1d": 1e-3, "options": FLATTEN},
 }
-# What was best in a short schedule of ResNet-18 on CIFAR-10 with smoothed labels (docs/results.md);
-# MARS-M by analogy with Muon. Blank squares, three eighths of an image wide: not tuned, but without
-# them 30 epochs were enough to fit all training images.
+# What was best in a short schedule of ResNet-18 on CIFAR-10 with smoothed labels
+# (docs/results-images.md); MARS-M by analogy with Muon. Blank squares, three eighths of an image
+# wide: not tuned, but without them 30 epochs were enough to fit all training images.
 SMOOTHING, CUTOUT = 0.1, 3 / 8
 SHORT: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 2e-3, "weight_decay": 0.2},
