@@ -1,4 +1,4 @@
-"""The ratios as bars, one panel for each parameter set."""
+"""The ratios as bars from 1, one panel for each parameter set."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
 def _panel(ax: Any, name: str, panel: Sequence[Row]) -> None:
     ratios = [row.ratio or 1.0 for row in panel]
     queued = [row.gpu_ratio for row in panel]
-    ends = [max(a, b or a) for a, b in zip(ratios, queued, strict=True)]
-    ax.barh(range(len(panel)), ratios, color=[_color(row) for row in panel], height=0.7)
-    paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # hides the line behind it
+    ends = [max(1.0, a, b or a) for a, b in zip(ratios, queued, strict=True)]
+    beyond = [ratio - 1.0 for ratio in ratios]  # left of the line is faster, right of it slower
+    ax.barh(range(len(panel)), beyond, left=1.0, color=[_color(row) for row in panel], height=0.7)
     for y, (row, end) in enumerate(zip(panel, ends, strict=True)):
         ax.annotate(
             f"{_figure(row.ratio)}  ({_figure(row.ms)} ms)", (end, y), xytext=(7, 0), fontsize=7,
-            textcoords="offset points", va="center", color="#333333", bbox=paper,
+            textcoords="offset points", va="center", color="#333333",
         )  # fmt: skip
     if None not in queued:
         style = {"ls": "", "marker": "D", "ms": 3.5, "mfc": "white", "mec": "#222222", "zorder": 5}
