@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -21,6 +22,11 @@ from torch import nn
 
 from mars import MARS
 from mars.rule import KINDS
+
+if TYPE_CHECKING:
+    from mars.lab.study.choice import Ladder
+    from mars.lab.study.judge import Judged
+    from mars.lab.study.results import Result
 
 ROOT = Path(__file__).parents[1]
 # Packages that the snippets of a page are about.
@@ -62,6 +68,27 @@ def flat(page: str | Path) -> str:
     return " ".join((ROOT / page).read_text().split())
 
 
+def runs_of(study: str) -> list[Result]:
+    """The runs of a study that are kept here."""
+    from mars.lab.study.results import Results
+
+    return Results(ROOT / "docs/results" / study).read()
+
+
+def ladders(study: str) -> dict[str, Ladder]:
+    from mars.lab.study import choice
+    from mars.lab.study.questions import find
+
+    return choice.ladders(find(study), runs_of(study))
+
+
+def verdicts(study: str) -> list[Judged]:
+    from mars.lab.study.judge import judge
+    from mars.lab.study.questions import find
+
+    return judge(find(study), runs_of(study))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_snippets_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for package in NEEDS.get(page.name, ()):
@@ -78,14 +105,13 @@ def test_snippets_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_committed_verdicts_are_what_the_results_say() -> None:
     from mars.lab.study import times
     from mars.lab.study.questions import STUDIES, find
-    from mars.lab.study.results import Results
     from mars.lab.study.verdict import markdown, verdict
 
     kept = [path.parent for path in sorted((ROOT / "docs/results").glob("*/results.jsonl"))]
     assert kept
     for folder in kept:
         assert folder.name in STUDIES
-        study, results = find(folder.name), Results(folder).read()
+        study, results = find(folder.name), runs_of(folder.name)
         found = verdict(study, results, times.read(study, folder, results))
         assert (folder / "verdict.md").read_text() == markdown(found)
 
@@ -169,12 +195,7 @@ def test_sentences_on_the_race_are_those_of_its_logs() -> None:
 
 
 def test_sentences_on_the_study_are_those_of_its_runs() -> None:
-    from mars.lab.study.choice import ladders
-    from mars.lab.study.questions import find
-    from mars.lab.study.results import Results
-
-    study = find("optimizers-50m")
-    found = ladders(study, Results(ROOT / "docs/results/optimizers-50m").read())
+    found = ladders("optimizers-50m")
     best = {label: own.losses[own.best] for label, own in found.items() if own.best}
 
     def below(arm: str, base: str) -> list[float]:
@@ -212,11 +233,7 @@ def test_sentences_on_the_study_are_those_of_its_runs() -> None:
 
 
 def test_sentences_on_the_clip_are_those_of_its_runs() -> None:
-    from mars.lab.study.choice import ladders
-    from mars.lab.study.questions import find
-    from mars.lab.study.results import Results
-
-    found = ladders(find("search-50m"), Results(ROOT / "docs/results/search-50m").read())
+    found = ladders("search-50m")
     adamw, lean = (found[arm] for arm in ("AdamW", "MARS-AdamW, no clip, raw"))
     assert lean.bracketed
     losses = lean.losses[lean.best]
@@ -224,7 +241,7 @@ def test_sentences_on_the_clip_are_those_of_its_runs() -> None:
     told = f"{below[0]}, {below[1]} and {below[2]} below AdamW"
     for page in ("README.md", "docs/results.md"):
         assert told in flat(page), (page, told)
-    clips = ladders(find("clip-50m"), Results(ROOT / "docs/results/clip-50m").read())
+    clips = ladders("clip-50m")
 
     def lost(*labels: str) -> str:
         steep = [
@@ -248,12 +265,7 @@ def test_sentences_on_the_clip_are_those_of_its_runs() -> None:
 
 
 def test_sentences_on_the_correction_are_those_of_its_runs() -> None:
-    from mars.lab.study.choice import ladders
-    from mars.lab.study.questions import find
-    from mars.lab.study.results import Results
-
-    results = Results(ROOT / "docs/results/correction-50m").read()
-    found = ladders(find("correction-50m"), results)
+    found = ladders("correction-50m")
 
     def final(arm: str, lr: float | None = None) -> float:
         return fmean(found[arm].losses[lr or found[arm].best].values())
@@ -304,11 +316,7 @@ def test_sentences_on_the_correction_are_those_of_its_runs() -> None:
 
 
 def test_sentences_on_the_search_are_those_of_its_runs() -> None:
-    from mars.lab.study.choice import ladders
-    from mars.lab.study.questions import find
-    from mars.lab.study.results import Results
-
-    found = ladders(find("search-50m"), Results(ROOT / "docs/results/search-50m").read())
+    found = ladders("search-50m")
     page, choosing = map(flat, ("docs/results.md", "docs/choosing.md"))
 
     def first(arm: str, lr: float) -> float:
@@ -330,14 +338,10 @@ def test_sentences_on_the_search_are_those_of_its_runs() -> None:
 
 
 def test_sentences_on_the_search_on_a_tiny_model_are_those_of_its_verdict() -> None:
-    from mars.lab.study.judge import judge
-    from mars.lab.study.questions import find
-    from mars.lab.study.results import Results
-
     names = ("correction", "clip", "search", "batch", "scale")
-    runs = sum(len(Results(ROOT / f"docs/results/tiny-{name}").read()) for name in names)
+    runs = sum(len(runs_of(f"tiny-{name}")) for name in names)
     assert f"{runs} runs in five studies" in flat("docs/results-small.md")
-    judged = judge(find("tiny-search"), Results(ROOT / "docs/results/tiny-search").read())
+    judged = verdicts("tiny-search")
     by = {j.comparison.arm: j.difference for j in judged}
     default, large = (by[arm] for arm in ("MARS-AdamW", "MARS-AdamW, γ = 0.1"))
     page, choosing = map(flat, ("docs/results-small.md", "docs/choosing.md"))
@@ -356,15 +360,11 @@ def test_sentences_on_the_search_on_a_tiny_model_are_those_of_its_verdict() -> N
 
 def test_the_example_of_a_study_is_told_as_its_runs_have_it() -> None:
     from mars.lab.report.statistics import paired
-    from mars.lab.study.choice import ladders
-    from mars.lab.study.questions import find
-    from mars.lab.study.results import Results
 
-    results = Results(ROOT / "docs/results/tiny-optimizers").read()
-    found = ladders(find("tiny-optimizers"), results)
+    found = ladders("tiny-optimizers")
     adamw, ours = (found[arm].losses for arm in ("AdamW", "MARS-AdamW"))
     page = flat("docs/studies.md")
-    assert f"took [{len(results)} runs]" in page
+    assert f"took [{len(runs_of('tiny-optimizers'))} runs]" in page
     for seeds in (3, 5):
         first = [{s: losses[2.5e-3][s] for s in range(seeds)} for losses in (ours, adamw)]
         d = paired(*first)
@@ -378,12 +378,8 @@ def test_the_example_of_a_study_is_told_as_its_runs_have_it() -> None:
 
 
 def test_best_rates_relative_to_adamw_are_those_of_the_tiny_studies() -> None:
-    from mars.lab.study.choice import ladders
-    from mars.lab.study.questions import find
-    from mars.lab.study.results import Results
-
     def ratio(study: str, arm: str, base: str) -> float:
-        found = ladders(find(study), Results(ROOT / "docs/results" / study).read())
+        found = ladders(study)
         return found[arm].best / found[base].best
 
     matrices = ratio("tiny-search", "MARS-M", "AdamW")
@@ -397,13 +393,7 @@ def test_best_rates_relative_to_adamw_are_those_of_the_tiny_studies() -> None:
 
 
 def test_sentences_on_the_length_of_a_run_are_those_of_its_verdict() -> None:
-    from mars.lab.study.choice import ladders
-    from mars.lab.study.judge import judge
-    from mars.lab.study.questions import find
-    from mars.lab.study.results import Results
-
-    study, results = find("tiny-length"), Results(ROOT / "docs/results/tiny-length").read()
-    found = ladders(study, results)
+    found = ladders("tiny-length")
     page, choosing = map(flat, ("docs/results-small.md", "docs/choosing.md"))
 
     def final(arm: str, steps: int) -> float:
@@ -413,7 +403,7 @@ def test_sentences_on_the_length_of_a_run_are_those_of_its_verdict() -> None:
     lead = {n: final("MARS-AdamW", n) - final("MARS-AdamW, γ = 0.1", n) for n in (150, 1200)}
     assert f"any more**: {lead[150]:.3f} in 150 steps, {lead[1200]:.3f} in 1,200" in page
     assert f"where the default does ({lead[1200]:.3f} below it)" in choosing
-    default, large, less = judge(study, results)[1:]
+    default, large, less = verdicts("tiny-length")[1:]
     for judged, state, said in (
         (default, "holds", "the default by {:.3f} ({:.3f} to {:.3f}, resolved)"),
         (large, "not resolved", "γ = 0.1 by {:.3f} ({:.3f} to {:.3f}, not resolved)"),
@@ -426,9 +416,7 @@ def test_sentences_on_the_length_of_a_run_are_those_of_its_verdict() -> None:
 
 
 def test_sentences_on_gpt2_small_are_those_of_its_runs() -> None:
-    from mars.lab.study.results import Results
-
-    runs = {(r.arm, r.lr): r for r in Results(ROOT / "docs/results/gpt2-small").read()}
+    runs = {(r.arm, r.lr): r for r in runs_of("gpt2-small")}
     lean = "MARS-AdamW, no clip, raw"
     best = {"AdamW": 2e-3, "Muon": 32e-3, "MARS-AdamW": 4e-3, "MARS-M": 32e-3, lean: 2e-3}
     final = {arm: runs[arm, lr].final or 0.0 for arm, lr in best.items()}
@@ -485,12 +473,7 @@ def test_sentences_on_its_times_are_those_of_its_verdict() -> None:
 
 
 def test_sentences_on_the_scale_are_those_of_its_verdict() -> None:
-    from mars.lab.study.judge import judge
-    from mars.lab.study.questions import find
-    from mars.lab.study.results import Results
-
-    study = find("tiny-scale")
-    judged = judge(study, Results(ROOT / "docs/results/tiny-scale").read())
+    judged = verdicts("tiny-scale")
     by = {(j.comparison.arm, j.comparison.baseline): j for j in judged}
     ours, tables = "MARS-Shampoo, tables by MARS-AdamW", "MARS-Shampoo, tables at lr"
     pairs = {
