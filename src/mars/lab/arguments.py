@@ -66,9 +66,6 @@ def parse(kind: type[T], words: list[str], prog: str, about: str, base: Run | No
         said = _explained(_one_line(errors.getvalue()), words, kind, default)
         raise UsageError(f"{said}; see {prog} --help") from None
     if isinstance(parsed, Run):
-        for option, value in pairwise(words):
-            if option.startswith("--") and not value:
-                raise UsageError(f"{option} is empty: is a variable of your shell not set?")
         if {"--loop.steps", "--loop.epochs"} <= set(words) and parsed.loop.epochs is not None:
             raise UsageError("give --loop.steps or --loop.epochs, not both")
         for name in parsed.optimizer.options if parsed.optimizer.name.startswith("mars-") else ():

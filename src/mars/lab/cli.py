@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib import import_module
+from itertools import pairwise
 from typing import NoReturn
 
 from mars.lab.errors import INTERRUPTED, Elsewhere, LabError, UsageError, meant
@@ -110,6 +111,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     **{name: _of(module, name, about) for module, name, about in PLAIN},
     "doctor": _doctor,
 }
+MAY_BE_EMPTY = ("--prompt",)  # of `mars sample`: a new document
 
 
 def main(words: list[str] | None = None) -> int:
@@ -159,7 +161,21 @@ def _run(name: str, words: list[str]) -> int:
     if name not in COMMANDS:
         hint = meant(name, COMMANDS) or f"known: {', '.join(COMMANDS)}"
         raise LabError(f"unknown command {name!r}: {hint}")
+    _refuse_empty(words)
     return COMMANDS[name](words)
+
+
+def _refuse_empty(words: list[str]) -> None:
+    """Refuse a word that is empty. As a path it would be the directory one happens to be in, as an
+    option its default: a variable of the shell that is not set should be neither.
+    """
+    for before, word in pairwise(["", *words]):
+        option, equals, value = word.partition("=")
+        if option.startswith("--") and equals and not value:
+            before, word = option, ""
+        if not word and before not in MAY_BE_EMPTY:
+            what = before if before.startswith("--") else "a word of the command line"
+            raise UsageError(f"{what} is empty: is a variable of your shell not set?")
 
 
 def _fail(text: str, status: int = 1) -> int:
