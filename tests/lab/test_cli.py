@@ -49,6 +49,17 @@ def test_every_command_explains_itself(name: str, capsys: Capture) -> None:
     assert len(capsys.readouterr().out.splitlines()) > 8
 
 
+@pytest.mark.parametrize("name", ["report", "eval", "export", "sample", "convert"])
+def test_help_says_where_a_path_is_wanted(name: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    text = capsys.readouterr().out
+    first = text.split("positional arguments")[1].split(" options ")[0]
+    assert "PATH" in first
+    assert "STR" not in first
+    assert "--out {None}|STR" not in text
+
+
 def test_a_recipes_help_groups_and_explains_all_fields(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         main(["train", "gpt2-small", "--help"])

@@ -264,15 +264,15 @@ def test_files_are_found_by_task_and_split(tmp_path: Path) -> None:
     for name in ("openbookqa_dev", "openbookqa_test", "piqa_val", "mine", "other_test"):
         write(tmp_path / f"{name}.jsonl", item())
     write(tmp_path / "word.jsonl", {"query": "a", "target": " b"})
-    (task,) = open_tasks([str(tmp_path)], ["openbookqa"], None)
+    (task,) = open_tasks([tmp_path], ["openbookqa"], None)
     assert task.source.endswith("openbookqa_test.jsonl")
-    assert [t.name for t in open_tasks([str(tmp_path)], None, None)] == ["openbookqa", "piqa"]
-    (task,) = open_tasks([str(tmp_path / "mine.jsonl")], None, None)
+    assert [t.name for t in open_tasks([tmp_path], None, None)] == ["openbookqa", "piqa"]
+    (task,) = open_tasks([tmp_path / "mine.jsonl"], None, None)
     assert (task.name, task.metric) == ("mine", "acc")
     assert task.items[0].pairs == [("Which?", " this"), ("Which?", " that")]
-    (task,) = open_tasks([str(tmp_path / "other_test.jsonl")], None, None)
+    (task,) = open_tasks([tmp_path / "other_test.jsonl"], None, None)
     assert task.name == "other"
-    (task,) = open_tasks([str(tmp_path)], ["word"], None)
+    (task,) = open_tasks([tmp_path], ["word"], None)
     assert (task.items[0].label, task.chance) == (None, None)
 
 
@@ -287,9 +287,9 @@ def test_what_is_not_there_is_said(names: list[str], message: str, tmp_path: Pat
     write(tmp_path / "piqa_val.jsonl", item())
     write(tmp_path / "empty.jsonl")
     with pytest.raises(LabError, match=message):
-        open_tasks([str(tmp_path)], names, None)
+        open_tasks([tmp_path], names, None)
     with pytest.raises(LabError, match="nowhere does not exist"):
-        open_tasks([str(tmp_path / "nowhere")], None, None)
+        open_tasks([tmp_path / "nowhere"], None, None)
 
 
 def test_a_limit_is_of_each_subject(tmp_path: Path) -> None:
@@ -360,8 +360,8 @@ def test_models_side_by_side(place: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_model_alone_and_in_company_is_the_same(place: Path) -> None:
     def results(*names: str) -> list[list[Result]]:
-        runs = tuple(str(place / name) for name in names)
-        return eval_command(EvalArgs(runs=runs, data=(str(place / "data"),), device="cpu"))
+        runs = tuple(place / name for name in names)
+        return eval_command(EvalArgs(runs=runs, data=(place / "data",), device="cpu"))
 
     alone, both = results("two"), results("one", "two")
     for a, b in zip(alone[0], both[1], strict=True):
@@ -404,8 +404,11 @@ def test_without_lm_eval_and_without_data_it_says_what_to_do(
 
 
 def test_a_checkpoint_is_called_by_its_run_too() -> None:
-    assert _names(("runs/a", "runs/b")) == ["a", "b"]
+    def names(*runs: str) -> list[str]:
+        return _names(tuple(map(Path, runs)))
+
+    assert names("runs/a", "runs/b") == ["a", "b"]
     steps = ("runs/a/checkpoints/step-00000100", "b/checkpoints/step-00000060")
-    assert _names(steps) == ["a/step-00000100", "b/step-00000060"]
-    assert _names(("x/a", "y/a")) == ["x/a", "y/a"]
-    assert _names((".",)) == ["."]
+    assert names(*steps) == ["a/step-00000100", "b/step-00000060"]
+    assert names("x/a", "y/a") == ["x/a", "y/a"]
+    assert names(".") == ["."]

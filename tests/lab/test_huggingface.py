@@ -102,7 +102,7 @@ def test_an_exported_model_generates_the_same_text(trained: Path, tmp_path: Path
     made = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, pad_token_id=0
     )
-    ours = load(str(trained)).model
+    ours = load(trained).model
     tokens = ids
     for _ in range(8):
         tokens = torch.cat([tokens, ours(tokens)[:, -1:].argmax(-1)], 1)
@@ -110,7 +110,7 @@ def test_an_exported_model_generates_the_same_text(trained: Path, tmp_path: Path
 
 
 def test_the_card_says_what_the_model_is(trained: Path, tmp_path: Path) -> None:
-    export_command(ExportArgs(run=str(trained), out=str(tmp_path / "out"), checkpoint="12"))
+    export_command(ExportArgs(run=trained, out=tmp_path / "out", checkpoint="12"))
     text = (tmp_path / "out" / "README.md").read_text()
     loss = [r["loss"] for r in read(trained) if r["kind"] == "valid" and r["step"] == 12][-1]
     for said in ("miniature", "12 of 12", "tinyshakespeare", "MARS-AdamW", f"{loss:.4f}"):
@@ -121,7 +121,7 @@ def test_the_card_says_what_the_model_is(trained: Path, tmp_path: Path) -> None:
 def test_a_published_model_has_equal_logits_here(fields: dict[str, Any], tmp_path: Path) -> None:
     theirs = gpt2(**fields)
     theirs.save_pretrained(tmp_path / "gpt2")
-    ours = load(str(tmp_path / "gpt2"))
+    ours = load(tmp_path / "gpt2")
     assert ours.words.name == "bytes"
     assert ours.model.config.bias
     assert ours.model.config.block_size == 40
@@ -235,7 +235,7 @@ def test_a_head_of_its_own_is_refused(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path / "gpt2")
     edit(tmp_path / "gpt2", tie_word_embeddings=True)
     with pytest.raises(LabError, match=r"a head \(lm_head.weight\) of its own"):
-        load(str(tmp_path / "gpt2"))
+        load(tmp_path / "gpt2")
 
 
 def test_pickles_other_vocabularies_and_damage_are_refused(published: Path) -> None:
@@ -259,26 +259,26 @@ def test_pickles_other_vocabularies_and_damage_are_refused(published: Path) -> N
 def test_nothing_is_overwritten_unasked(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / "mine").mkdir(parents=True)
-    args = ExportArgs(run=str(trained), out=str(out))
+    args = ExportArgs(run=trained, out=out)
     with pytest.raises(LabError, match="is not empty"):
         export_command(args)
     with pytest.raises(LabError, match="is not a Hugging Face folder: it is not overwritten"):
-        export_command(ExportArgs(run=str(trained), out=str(out), overwrite=True))
+        export_command(ExportArgs(run=trained, out=out, overwrite=True))
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     (out / "mine").rmdir()
     export_command(args)  # an empty folder is filled
     (out / "README.md").unlink()
-    export_command(ExportArgs(run=str(trained), out=str(out), overwrite=True))
+    export_command(ExportArgs(run=trained, out=out, overwrite=True))
     assert (out / "README.md").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     with pytest.raises(LabError, match="is a Hugging Face folder already"):
-        export_command(ExportArgs(run=str(out), out=str(tmp_path / "second")))
+        export_command(ExportArgs(run=out, out=tmp_path / "second"))
 
 
 def test_a_converted_checkpoint_is_exported(trained: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "mine"
-    convert_command(ConvertArgs(load(str(trained)).checkpoint, "sharded", elsewhere))
-    out = export_command(ExportArgs(run=str(elsewhere)))
+    convert_command(ConvertArgs(load(trained).checkpoint, "sharded", elsewhere))
+    out = export_command(ExportArgs(run=elsewhere))
     assert out == tmp_path / "mine-hf"
     assert "| steps | 12 of 12 |" in (out / "README.md").read_text()
 
@@ -286,7 +286,7 @@ def test_a_converted_checkpoint_is_exported(trained: Path, tmp_path: Path) -> No
 def test_a_converted_checkpoint_is_converted_again(trained: Path, tmp_path: Path) -> None:
     """In its place or to another: it keeps its configuration, and nothing around it is touched."""
     elsewhere, again = tmp_path / "models" / "mine", tmp_path / "again"
-    convert_command(ConvertArgs(load(str(trained)).checkpoint, "sharded", elsewhere))
+    convert_command(ConvertArgs(load(trained).checkpoint, "sharded", elsewhere))
     (tmp_path / ".tmp-of-somebody").touch()
     convert_command(ConvertArgs(elsewhere, "single", again))
     convert_command(ConvertArgs(elsewhere, "single"))
@@ -307,7 +307,7 @@ def test_a_failed_export_leaves_nothing(
 
     monkeypatch.setattr(writing, "_publish", full)
     with pytest.raises(LabError, match="the disk is full"):
-        export_command(ExportArgs(run=str(trained), out=str(tmp_path / "out")))
+        export_command(ExportArgs(run=trained, out=tmp_path / "out"))
     assert list(tmp_path.iterdir()) == []
 
 

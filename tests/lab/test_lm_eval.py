@@ -240,7 +240,7 @@ def by_transformers(exported: Path, their_tasks: dict[str, Any]) -> dict[str, An
 
 @pytest.fixture(scope="module")
 def by_us(loaded: Loaded, files: Path) -> dict[str, Result]:
-    tasks = open_tasks([str(files)], list(ORIGINAL), None)
+    tasks = open_tasks([files], list(ORIGINAL), None)
     scorer = Scorer(loaded.model, loaded.words, batch_tokens=200)
     return {r.task: r for r in local(scorer, tasks, lambda done, of: None)}
 
@@ -250,7 +250,7 @@ def test_prompts_and_log_likelihoods_are_those_of_lm_eval(
 ) -> None:
     """Every request of every task, to 1e-4: float32 sums in another order."""
     scorer = Scorer(loaded.model, loaded.words, batch_tokens=300)
-    for task in open_tasks([str(files)], list(ORIGINAL), None):
+    for task in open_tasks([files], list(ORIGINAL), None):
         samples = by_transformers["samples"][f"local_{task.name}"]
         samples = sorted(samples, key=lambda sample: sample["doc_id"])
         for item, sample in zip(task.items, samples, strict=True):

@@ -162,26 +162,26 @@ def test_the_command_writes_beside_the_first_path(
     race = logs.race(tmp_path / "race", names=("adamw", "muon"))
     settings = json.loads((race / "race.json").read_text()) | {"baseline": "muon"}
     (race / "race.json").write_text(json.dumps(settings))
-    written = report_command(ReportArgs(runs=(str(race),)))
+    written = report_command(ReportArgs(runs=(race,)))
     said = capsys.readouterr().out
     assert written == race / "report.html"
     assert said.endswith(f"\n{written}\n")
     assert "to Muon" in said  # the race's baseline
-    report_command(ReportArgs(runs=(str(race / "muon-s0" / "log.jsonl"),)))
+    report_command(ReportArgs(runs=(race / "muon-s0" / "log.jsonl",)))
     assert (race / "muon-s0" / "report.html").exists()
     (race / "results.jsonl").touch()  # a study's, which has a page of its own
-    assert report_command(ReportArgs(runs=(str(race),))) == race / "runs.html"
+    assert report_command(ReportArgs(runs=(race,))) == race / "runs.html"
 
 
 def test_bad_input_leaves_the_old_report_alone(tmp_path: Path) -> None:
     race = logs.race(tmp_path / "race", names=("adamw",))
     (race / "report.html").write_text("old")
     with pytest.raises(LabError, match="nope"):
-        report_command(ReportArgs(runs=(str(race), str(tmp_path / "nope"))))
+        report_command(ReportArgs(runs=(race, tmp_path / "nope")))
     with pytest.raises(LabError, match="does not exist"):
-        report_command(ReportArgs(runs=(str(race),), out=str(tmp_path / "no" / "where.html")))
+        report_command(ReportArgs(runs=(race,), out=tmp_path / "no" / "where.html"))
     with pytest.raises(LabError, match="--baseline foo: no run is by it; there are adamw"):
-        report_command(ReportArgs(runs=(str(race),), baseline="foo"))
+        report_command(ReportArgs(runs=(race,), baseline="foo"))
     assert (race / "report.html").read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["race"]
 

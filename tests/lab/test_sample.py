@@ -37,8 +37,11 @@ def copied(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "mini"))
 
 
-def args(where: Path | str = "", **fields: Any) -> SampleArgs:
-    return SampleArgs(run=str(where), **{"device": "cpu", "tokens": 40, **fields})
+HERE = Path()
+
+
+def args(where: Path = HERE, **fields: Any) -> SampleArgs:
+    return SampleArgs(run=where, **{"device": "cpu", "tokens": 40, **fields})
 
 
 def text_of(capsys: pytest.CaptureFixture[str], where: Path, **fields: Any) -> str:

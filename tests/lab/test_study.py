@@ -233,7 +233,7 @@ def test_what_the_other_declares_comes_along(tmp_path: Path) -> None:
     Results(there).add([replace(own, fingerprint={**now, "code": "0123456789ab"})])
     entry = {"part": "code", "same": ["0123456789ab", "eeee"], "reason": "a comment"}
     (there / "equivalents.json").write_text(json.dumps([entry]))
-    command._take(study, Results(here), (str(there),), now)
+    command._take(study, Results(here), (there,), now)
     assert [r.key for r in Results(here).read()] == [own.key]
     assert json.loads((here / "equivalents.json").read_text()) == [entry]
     fingerprint.check(study, Results(here).read(), here, now)

@@ -31,7 +31,9 @@ class Loaded:
     checkpoint: Path | None
 
 
-def load(where: str, choice: str | None = None, device: torch.device | str = "cpu") -> Loaded:
+def load(
+    where: str | Path, choice: str | None = None, device: torch.device | str = "cpu"
+) -> Loaded:
     """The model, ready to be asked.
 
     Args:

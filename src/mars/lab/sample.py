@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\ufffd"
 class SampleArgs:
     """Continue a text with a trained model."""
 
-    run: str
+    run: Path
     """A run directory, a checkpoint in it, or a Hugging Face GPT-2 folder."""
     prompt: str | None = None
     """The text to continue; by default a new document."""

@@ -29,20 +29,20 @@ from mars.lab.rundir import write_atomically
 class EvalArgs:
     """Score checkpoints on tasks, side by side."""
 
-    runs: tuple[str, ...]
+    runs: tuple[Path, ...]
     """Run directories, checkpoints or Hugging Face GPT-2 folders; several are compared with the
     first, item by item."""
     tasks: str | None = None
     """Names with commas: hellaswag,arc_easy,arc_challenge,boolq,obqa,piqa,winogrande,mmlu,sciq,
     lambada, or any other of lm-eval or of your own files; by default those, as far as there is
     data."""
-    data: tuple[str, ...] = ()
+    data: tuple[Path, ...] = ()
     """Folders of JSONL files, or such files: no network and no lm-eval needed."""
     limit: int | None = None
     """Only the first items of each task (of each subject of MMLU)."""
     checkpoint: str | None = None
     """Of a run: best, last or a step; by default the best, or the newest where none is known."""
-    out: str | None = None
+    out: Path | None = None
     """Write the results to this JSON file, too."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1"""
@@ -77,7 +77,7 @@ def eval_command(args: EvalArgs) -> list[list[Result]]:
     shown = table(_names(args.runs), results, fit.room())
     sys.stdout.write(shown + "\n\n" + "\n".join(notes) + "\n")
     if args.out is not None:
-        write_atomically(Path(args.out), _text(args, tasks, results))
+        write_atomically(args.out, _text(args, tasks, results))
     return results
 
 
@@ -100,19 +100,19 @@ def _check(args: EvalArgs) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise LabError(f"{name.replace('_', '-')} must be 1 or more, not {value}")
-    if args.out is not None and not Path(args.out).resolve().parent.is_dir():
-        raise LabError(f"{args.out}: the folder {Path(args.out).parent} does not exist")
-    if args.out is not None and Path(args.out).is_dir():
+    if args.out is not None and not args.out.resolve().parent.is_dir():
+        raise LabError(f"{args.out}: the folder {args.out.parent} does not exist")
+    if args.out is not None and args.out.is_dir():
         raise LabError(f"--out {args.out} is a folder: name a file in it")
 
 
-def _names(runs: tuple[str, ...]) -> list[str]:
+def _names(runs: tuple[Path, ...]) -> list[str]:
     """Short names, if they tell the runs apart; of a checkpoint with its run's."""
     short = []
-    for path in map(Path, runs):
+    for path in runs:
         run = path.parent.parent if path.parent.name == "checkpoints" else path
         short.append(path.name if run == path or not run.name else f"{run.name}/{path.name}")
-    return short if len(set(short)) == len(runs) and all(short) else list(runs)
+    return short if len(set(short)) == len(runs) and all(short) else list(map(str, runs))
 
 
 def _note(name: str, own: list[Result], scorer: Scorer, seconds: float) -> str:

@@ -81,7 +81,7 @@ def names_of(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def open_tasks(paths: Sequence[str], names: list[str] | None, limit: int | None) -> list[Task]:
+def open_tasks(paths: Sequence[Path], names: list[str] | None, limit: int | None) -> list[Task]:
     """The tasks of these files and folders; without names, all of the usual ones that are there.
 
     Args:
@@ -89,15 +89,15 @@ def open_tasks(paths: Sequence[str], names: list[str] | None, limit: int | None)
         names: tasks, as lm-eval calls them.
         limit: how many items of a task (of MMLU: of each subject) to take, the first ones.
     """
-    files = [file for path in paths for file in _files(Path(path))]
+    files = [file for path in paths for file in _files(path)]
     found: dict[str, Path] = {}
     for split in SPLITS:
         for file in files:
             if file.stem.endswith(split):
                 found.setdefault(canonical(file.stem.removesuffix(split)), file)
-    where = ", ".join(paths)
+    where = ", ".join(map(str, paths))
     if names is None:
-        single = [Path(path) for path in paths if Path(path).is_file()]
+        single = [path for path in paths if path.is_file()]
         names = [name for name, file in found.items() if file in single and _shortest(name, found)]
         names = names or [name for name in USUAL if name in found]
         if not names:

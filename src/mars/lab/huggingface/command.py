@@ -20,11 +20,11 @@ from mars.lab.sealed import read_manifest
 class ExportArgs:
     """Write a checkpoint as a folder that transformers.AutoModelForCausalLM loads."""
 
-    run: str
+    run: Path
     """A run directory, or a checkpoint in it."""
     to: Literal["hf"] = "hf"
     """The format: a Hugging Face folder with safetensors, tokenizer and model card."""
-    out: str | None = None
+    out: Path | None = None
     """The folder; by default the run's name with -hf behind it, beside the run."""
     checkpoint: str | None = None
     """best, last, a step or a path; by default the best, or the newest where none is known."""
@@ -34,15 +34,15 @@ class ExportArgs:
 
 def export_command(args: ExportArgs) -> Path:
     """Export, and say where it is."""
-    if is_folder(Path(args.run)):
+    if is_folder(args.run):
         raise LabError(f"{args.run} is a Hugging Face folder already")
     if args.out is not None:
-        writing.check(Path(args.out), args.overwrite)
+        writing.check(args.out, args.overwrite)
     loaded = load(args.run, args.checkpoint)
     assert loaded.checkpoint is not None
     own = loaded.checkpoint.resolve()
     home = own if (own / "config.json").is_file() else own.parents[1]  # one of `mars convert`
-    out = Path(args.out) if args.out is not None else home.with_name(f"{home.name}-hf")
+    out = args.out if args.out is not None else home.with_name(f"{home.name}-hf")
     writing.write(out, loaded, card(loaded, home), overwrite=args.overwrite)
     unused = loaded.model.config.vocab_size - loaded.words.vocab_size
     if unused > 0:

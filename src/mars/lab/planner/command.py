@@ -62,7 +62,7 @@ class PlanArgs:
     """Write everything to this file, too."""
     validate: bool = False
     """Print the model's predictions beside everything that was measured, and stop."""
-    results: str | None = None
+    results: Path | None = None
     """For --validate: the directory of measurements; by default the repository's docs/results."""
 
 

@@ -59,11 +59,11 @@ class Compared:
         return self.predicted / self.measured - 1
 
 
-def results_directory(given: str | None) -> Path:
+def results_directory(given: Path | None) -> Path:
     """Where the committed results are."""
     own = Path(__file__).parents[4] / "docs" / "results"  # of sources that were not copied
     here = Path("docs") / "results"
-    path = Path(given) if given else (own if own.is_dir() else here)
+    path = given if given else (own if own.is_dir() else here)
     missing = [
         name for name in (*BENCHMARKS, TRAINING, COST, PROCESSES) if not (path / name).is_file()
     ]

@@ -23,15 +23,15 @@ BASELINE, STUDY = "adamw", "results.jsonl"
 class ReportArgs:
     """Make a report of runs: a table here, curves in an HTML file that needs nothing else."""
 
-    runs: tuple[str, ...]
+    runs: tuple[Path, ...]
     """Run directories, race directories or log.jsonl files."""
-    out: str | None = None
+    out: Path | None = None
     """The HTML file; by default report.html in the first of them, runs.html if that is a study."""
     title: str | None = None
     """The page's title; by default the name of the race or recipe."""
     baseline: str | None = None
     """The optimizer to compare with; by default the race's baseline, or adamw."""
-    rates: str | None = None
+    rates: Path | None = None
     """A JSON file with the learning-rate grid that tuned the optimizers, to be drawn too."""
     open: bool = False
     """Open the page in a browser."""
@@ -45,7 +45,7 @@ def report_command(args: ReportArgs) -> Path:
         raise LabError(f"--baseline {args.baseline}: no run is by it; there are {there}")
     rates = _known_rates(runs) if args.rates is None else read_rates(args.rates)
     summary = summarise(runs, args.baseline or _baseline(runs), rates)
-    out = Path(args.out) if args.out is not None else _beside(Path(args.runs[0]))
+    out = args.out if args.out is not None else _beside(args.runs[0])
     if out.is_dir():
         out = _beside(out)
     if not out.parent.is_dir():

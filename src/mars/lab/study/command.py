@@ -38,7 +38,7 @@ class StudyArgs:
 
     seconds: float | None = None
     """End within so many seconds: what cannot be finished is not begun, or saved to be resumed."""
-    out: str | None = None
+    out: Path | None = None
     """Where results.jsonl, verdict.md and report.html are; by default runs/study-NAME."""
     arms: tuple[str, ...] = ()
     """Run only these arms this time; the verdict is about all."""
@@ -50,7 +50,7 @@ class StudyArgs:
     """Where the tokens are here, instead of the study's place: they are known by their sha256."""
     valid: str | None = None
     """Where the validation tokens are, if not with the others."""
-    take: tuple[str, ...] = ()
+    take: tuple[Path, ...] = ()
     """Directories of other studies: runs that are the same here and there are not run again."""
     device: str | None = None
     """cpu, cuda or cuda:1; by default a GPU if there is one."""
@@ -100,7 +100,7 @@ def go_on(name: str, args: StudyArgs, command: str) -> int:
     return 1 if failed else 0
 
 
-def _only_judge(study: Study, directory: Path, take: tuple[str, ...]) -> None:
+def _only_judge(study: Study, directory: Path, take: tuple[Path, ...]) -> None:
     """Check that there are results that a verdict can be made from."""
     file = Results(directory)
     if not file.path.exists() and not take:
@@ -135,16 +135,16 @@ def _run(study: Study, directory: Path, args: StudyArgs, command: str) -> dict[s
 
 
 def _take(
-    study: Study, file: Results, others: tuple[str, ...], here: dict[str, str] | None = None
+    study: Study, file: Results, others: tuple[Path, ...], here: dict[str, str] | None = None
 ) -> None:
     """Add what other studies have of this one; without ``here``, of what is as the first result."""
     studies = [make() for make in STUDIES.values()] if others else []
     directory = file.path.parent
     for other in others:
         known = {result.key for result in file.read()}
-        theirs = Results(Path(other)).read()
+        theirs = Results(other).read()
         here = here or fingerprint.of_results(study, [*file.read(), *theirs])
-        ours, more = (fingerprint.equivalents(path) for path in (directory, Path(other)))
+        ours, more = (fingerprint.equivalents(path) for path in (directory, other))
         declared = [*ours, *(entry for entry in more if entry not in ours)]
         own = fingerprint.shared(study, studies, theirs, declared, here)
         new = [result for result in own if result.key not in known]
@@ -185,8 +185,8 @@ def _check(args: StudyArgs) -> None:
         if value is not None and not least <= value < math.inf:
             raise LabError(f"--{name} must be {least:g} or more, not {value:g}")
     for other in args.take:
-        if not Results(Path(other)).path.exists():
-            raise LabError(f"--take: {Results(Path(other)).path} does not exist")
+        if not Results(other).path.exists():
+            raise LabError(f"--take: {Results(other).path} does not exist")
     if args.verdict_only and (args.arms or args.jobs or args.seconds or args.device):
         raise LabError("--verdict-only runs nothing: it goes with --out, --take and --seeds")
     if args.times and (args.verdict_only or args.take or args.seeds or args.jobs or args.seconds):

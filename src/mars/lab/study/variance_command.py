@@ -38,7 +38,7 @@ GAMMAS = (0.025, 0.1, 0.5, 1.0)  # of the tables
 class VarianceArgs:
     """Measure E‖m − ∇F‖² and Var(c)/Var(g) of plain, approximate and exact averages."""
 
-    out: str = "runs/study-variance"
+    out: Path = Path("runs/study-variance")
     """Where results.json, variance.md and variance.png go."""
     seeds: int = 2
     """Of initial weights and batches."""
