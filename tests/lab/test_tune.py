@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -283,6 +284,32 @@ def test_another_search_in_the_same_place_is_refused(tmp_path: Path) -> None:
             go(*common, *words.split())
         assert message in str(refused.value)
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_a_search_killed_before_its_first_trial_goes_on_where_its_data_are_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, out = tmp_path / "a.txt", tmp_path / "search"
+    text.write_text("To be, or not to be, that is the question. " * 60)
+    words = [recipe(tmp_path), "--out", out, "--search", "lr", "--loop.steps", 4, "--trials", 1]
+
+    def killed(*_: object) -> bool:
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mars.lab.tune.Search._fill", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            go(*words, "--data.source", text)
+    assert found(out)["trials"] == []
+    text = text.rename(tmp_path / "b.txt")
+    with pytest.raises(LabError, match=r"holds a search with optimizer\.betas"):
+        go(*words, "--data.source", text, "--optimizer.betas", 0.8, 0.9)
+    go(*words, "--data.source", text)
+    assert found(out)["config"]["data"]["source"] == str(text)
+    assert len(found(out)["trials"]) == 1
+    shutil.rmtree(out / "trial-0000")  # what it was of is not known any more
+    with pytest.raises(LabError, match=r"holds a search with data\.source"):
+        go(*words, "--data.source", text.rename(tmp_path / "c.txt"))
 
 
 def test_a_search_goes_on_where_its_data_are_now(

@@ -68,9 +68,14 @@ class Findings:
         try:
             old = json.loads(path.read_text())
             ranges, seeds, config = old["search"], old["seeds"], from_json(old["config"])
+            ended = any(trial["state"] not in ("running", "waiting") for trial in old["trials"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise LabError(f"{path} cannot be read: {error!r}; choose another --out") from error
-        for trial in self.begun()[:1]:  # it knows where the data are now, if they were moved
+        begun = self.begun()
+        if not begun and not ended:  # killed before anything was read: the data may be anywhere
+            place = {"source": self.run.data.source, "valid": self.run.data.valid}
+            config = config.replace(data=place)
+        for trial in begun[:1]:  # it knows where the data are now, if they were moved
             with suppress(LabError):  # damaged: the trial itself will tell, if it is to go on
                 config = dataclasses.replace(config, data=read_config(trial / "config.json").data)
         holds = f"{self.directory} holds a search with"
