@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mars.lab import workers
-from mars.lab.crew import Crew, WorkerDied, stop
+from mars.lab.crew import Crew, WorkerDied, stop, watched
 from mars.lab.errors import LabError
 
 said: list[str] = []
@@ -193,6 +193,38 @@ def interrupted(begun: list[Future[str]]) -> None:
         begun.append(crew.submit(obedient, 60.0))
         crew.records.get(timeout=60)
         raise KeyboardInterrupt
+
+
+def waiting(crew: Crew, future: Future[str]) -> None:
+    with watched(crew) as look:
+        while not future.done():
+            look()
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_leaves_no_future_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes in the middle of what a future does, where Python's own would leave its lock."""
+    done = Future.done
+
+    def interrupted(future: Future[str]) -> bool:
+        future._condition.acquire()
+        signal.raise_signal(signal.SIGINT)
+        future._condition.release()
+        return done(future)
+
+    monkeypatch.setattr(Future, "done", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # not where pytest is behind
+    try:
+        with Crew(1, said.append) as crew:
+            asked = crew.submit(obedient, 60.0)
+            crew.records.get(timeout=60)
+            with pytest.raises(KeyboardInterrupt):
+                waiting(crew, asked)
+            stop(crew)
+            assert asked.result() == "saved"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_leaving_by_an_error_kills_whoever_works() -> None:

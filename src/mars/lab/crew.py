@@ -15,12 +15,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.util import Finalize
 from typing import Any
 
 from mars.lab import workers
 from mars.lab.errors import LabError
+from mars.lab.signals import SIGNALS
 
 START = "spawn"  # how a worker begins: anew, for neither a GPU nor threads survive a fork
 LOOK = 1.0  # seconds between looks at a worker that says nothing
@@ -182,12 +183,40 @@ def stop(crew: Executor) -> None:
 
 
 @contextmanager
-def watched(crew: Executor) -> Iterator[None]:
-    """Around waiting for runs: what goes wrong, but for Ctrl-C, has those in progress saved."""
+def watched(crew: Executor) -> Iterator[Callable[[], None]]:
+    """Around waiting for runs: what goes wrong, but for Ctrl-C, has those in progress saved.
+
+    It gives a function that raises KeyboardInterrupt if a signal came: to be called while nothing
+    of a future is in use. Raised anywhere, as Python does it, it can leave the lock of a future
+    taken, and the thread of a worker waits for that for ever.
+    """
+    with _held_back() if isinstance(crew, Crew) else nullcontext(lambda: None) as look:
+        try:
+            yield look
+        except KeyboardInterrupt:  # the caller's to answer
+            raise
+        except BaseException:  # a full disk, say: nobody is left training
+            stop(crew)
+            raise
+
+
+@contextmanager
+def _held_back() -> Iterator[Callable[[], None]]:
+    """Signals raise nothing until the function that this gives is called."""
+    came: list[int] = []
+
+    def look() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            handler = signal.getsignal(number)
+            if handler not in (signal.SIG_IGN, None):  # as nohup has it, or by C code
+                before[number] = signal.signal(number, lambda number, frame: came.append(number))
     try:
-        yield
-    except KeyboardInterrupt:  # the caller's to answer
-        raise
-    except BaseException:  # a full disk, say: nobody is left training
-        stop(crew)
-        raise
+        yield look
+    finally:
+        for caught, handler in before.items():
+            signal.signal(caught, handler)

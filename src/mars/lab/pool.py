@@ -76,8 +76,9 @@ def run_all(jobs: list[Job], processes: int, command: str) -> dict[str, str] | N
     ):
         futures = {crew.submit(_work, job, command): job for job in jobs}
         try:
-            with watched(crew):
+            with watched(crew) as look:
                 while futures:
+                    look()
                     done = [future for future in futures if future.done()]
                     _drain(crew.records, board)  # all that those have told, and more
                     for future in done:

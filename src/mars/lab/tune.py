@@ -143,8 +143,9 @@ class Search:
         stopped = False
         with workers.terminable(), self._executor() as pool:
             try:
-                with watched(pool):
+                with watched(pool) as look:
                     while self._fill(pool, stopped):
+                        look()
                         for future in wait(self.active, 1.0, FIRST_COMPLETED).done:
                             trial = self.active.pop(future)
                             stopped |= self._end(trial, self._how(trial, future))

@@ -106,8 +106,9 @@ class Stretch:
     def _run(self, crew: Crew) -> bool:
         """Whether it was interrupted."""
         try:
-            with watched(crew):
+            with watched(crew) as look:
                 while self._fill(crew) and not self._late():
+                    look()
                     for future in wait(self.active, 0.3, FIRST_COMPLETED).done:
                         self._end(self.active.pop(future), _how(future))
                     self._drain(crew.records)

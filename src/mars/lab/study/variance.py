@@ -13,7 +13,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -24,7 +24,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from mars.lab import workers
 from mars.lab.config import Model
-from mars.lab.crew import Crew, stop
+from mars.lab.crew import Crew, stop, watched
 from mars.lab.data import open_tokens
 from mars.lab.models import GPT
 from mars.rule.estimator import kappa, noise_ratio
@@ -244,14 +244,16 @@ def measure(
     """
     with workers.terminable(), Crew(processes) as crew:
         try:
-            left = [which for which in e.trajectories if which not in looks]
-            ordered = {crew.submit(_trajectory, e, *which): which for which in left}
-            for future in as_completed(ordered):
-                looks[ordered[future]] = future.result()
-                watch(sum(which in looks for which in e.trajectories), len(e.trajectories))
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                sys.stderr.write("stopping: trajectories that are done are kept\n")
+            with watched(crew) as look:
+                left = [which for which in e.trajectories if which not in looks]
+                ordered = {crew.submit(_trajectory, e, *which): which for which in left}
+                while ordered:
+                    look()
+                    for future in wait(ordered, 0.3, FIRST_COMPLETED).done:
+                        looks[ordered.pop(future)] = future.result()
+                        watch(sum(which in looks for which in e.trajectories), len(e.trajectories))
+        except KeyboardInterrupt:
+            sys.stderr.write("stopping: trajectories that are done are kept\n")
             stop(crew)
             raise
     found: dict[tuple[float, int], list[Look]] = defaultdict(list)
