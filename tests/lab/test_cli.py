@@ -60,6 +60,15 @@ def test_help_says_where_a_path_is_wanted(name: str, capsys: Capture) -> None:
     assert "--out {None}|STR" not in text
 
 
+def test_recipes_are_listed_in_columns(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    abouts = {line.index(r.about) for line in lines for n, r in RECIPES.items()
+              if line.split()[:1] == [n]}  # fmt: skip
+    assert len(abouts) == 1
+
+
 def test_a_recipes_help_groups_and_explains_all_fields(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         main(["train", "gpt2-small", "--help"])
@@ -153,7 +162,8 @@ def test_a_recipes_help_groups_and_explains_all_fields(capsys: Capture) -> None:
         (["race", "cifar10-resnet18-short", "--optimizers", "adamw"],
          "run `mars data cifar10 --out data/cifar10`"),
         (["report", "nowhere"], "nowhere"),
-        (["sample", "nowhere"], "nowhere"),
+        (["sample", "nowhere"], "nowhere does not exist: no run, no"),
+        (["train", "gpt-tiny", "--model.init", "nowhere"], "nowhere does not exist: no run"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(

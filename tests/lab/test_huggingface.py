@@ -183,7 +183,7 @@ def test_training_begins_with_given_weights(published: Path, tmp_path: Path) -> 
             r"wte.weight has shape \(256, 32\), the model's \(320, 32\)",
         ),
         (["--model.no-bias"], "has biases .*: give --model.bias"),
-        (["--model.init", "nowhere"], "neither a run directory nor a checkpoint"),
+        (["--model.init", "nowhere"], "nowhere does not exist: no run, no checkpoint"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(

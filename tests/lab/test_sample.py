@@ -198,8 +198,10 @@ def test_without_a_best_the_newest_intact_one_is_taken(
 
 
 def test_what_is_not_there_is_one_clear_line(copied: Path, tmp_path: Path) -> None:
-    with pytest.raises(LabError, match="neither a run directory nor a checkpoint"):
+    with pytest.raises(LabError, match="nowhere does not exist: no run, no checkpoint"):
         sample_command(args(tmp_path / "nowhere"))
+    with pytest.raises(LabError, match="neither a run directory nor a checkpoint"):
+        sample_command(args(tmp_path))
     with pytest.raises(LabError, match="has no 77 checkpoint; --checkpoint is best, last"):
         sample_command(args(copied, checkpoint="77"))
     with pytest.raises(LabError, match="is a checkpoint already"):

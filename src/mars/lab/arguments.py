@@ -201,7 +201,8 @@ def recipe_of(
     if words and not words[0].startswith("-"):
         return words[0], shorthands(words[1:])
     if default is None:
-        known = "".join(f"\n  {name:22} {r.about}" for name, r in recipes.RECIPES.items())
+        width = max(map(len, recipes.RECIPES))
+        known = "".join(f"\n  {name:{width}}  {r.about}" for name, r in recipes.RECIPES.items())
         if any(word in ("-h", "--help") for word in words):
             sys.stdout.write(
                 f"usage: {prog} RECIPE [options]\n\n{about}\n\n"

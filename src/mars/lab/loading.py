@@ -79,6 +79,8 @@ def find(path: Path, choice: str | None = None) -> tuple[Run, Path]:
         _no_choice(path, choice, "a checkpoint")
         own = path / "config.json"  # of one that `mars convert` has put elsewhere
         return read_config(own if own.is_file() else path.parent.parent / "config.json"), path
+    if not path.exists():
+        raise LabError(f"{path} does not exist: no run, no checkpoint, no Hugging Face folder")
     if not (path / "config.json").is_file():
         raise LabError(
             f"{path} is neither a run directory nor a checkpoint, nor a Hugging Face folder"
