@@ -374,8 +374,8 @@ def test_a_model_alone_and_in_company_is_the_same(place: Path) -> None:
     [
         (["nowhere"], "nowhere does not exist: no run, no checkpoint, no Hugging Face folder"),
         (["data"], "neither a run directory nor a checkpoint, nor a Hugging Face folder"),
-        (["one", "--limit", "0"], "limit must be 1 or more, not 0"),
-        (["one", "--batch-tokens", "0"], "batch-tokens must be 1 or more"),
+        (["one", "--limit", "0"], "--limit must be 1 or more, not 0"),
+        (["one", "--batch-tokens", "0"], "--batch-tokens must be 1 or more"),
         (["one", "--tasks", ","], "--tasks is empty"),
         (["one", "--tasks", "sciq"], "has no sciq.jsonl"),
         (["one", "--checkpoint", "best"], "is a Hugging Face folder already"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import synthetic_logs as logs
 
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, UsageError
 from mars.lab.report.runs import load
 
 
@@ -176,7 +176,7 @@ def test_missing_things_are_named(tmp_path: Path) -> None:
         load([tmp_path / "nowhere"])
     with pytest.raises(LabError, match=r"no log\.jsonl below"):
         load([tmp_path])
-    with pytest.raises(LabError, match="no run given"):
+    with pytest.raises(UsageError, match="no run given"):
         load([])
 
 

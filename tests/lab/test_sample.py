@@ -170,7 +170,7 @@ def test_any_bytes_can_be_shown() -> None:
     ],
 )
 def test_bad_values_are_refused_by_name(trained: Path, field: str, value: float) -> None:
-    with pytest.raises(LabError, match=f"{field.replace('_', '-')} must be .*, not {value}"):
+    with pytest.raises(LabError, match=f"--{field.replace('_', '-')} must be .*, not {value}"):
         sample_command(args(trained, **{field: value}))
 
 

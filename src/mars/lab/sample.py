@@ -80,7 +80,7 @@ def _check(args: SampleArgs) -> None:
     for text, is_wrong in wrong.items():
         if is_wrong:
             value = getattr(args, text.split()[0].replace("-", "_"))
-            raise LabError(f"{text}, not {value}")
+            raise LabError(f"--{text}, not {value}")
 
 
 def _show(text: str) -> None:

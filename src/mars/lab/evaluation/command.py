@@ -13,7 +13,7 @@ from typing import Any
 
 from mars.lab import hardware
 from mars.lab.config import Precision
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, UsageError
 from mars.lab.evaluation import harness, metrics
 from mars.lab.evaluation.metrics import Result
 from mars.lab.evaluation.prompts import USUAL
@@ -95,11 +95,11 @@ def local(scorer: Scorer, tasks: list[Task], watch: Watch) -> list[Result]:
 
 def _check(args: EvalArgs) -> None:
     if not args.runs:
-        raise LabError("mars eval needs a run, a checkpoint or a Hugging Face folder")
+        raise UsageError("mars eval needs a run, a checkpoint or a Hugging Face folder")
     for name in ("limit", "batch_tokens"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise LabError(f"{name.replace('_', '-')} must be 1 or more, not {value}")
+            raise LabError(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
     if args.out is not None and not args.out.resolve().parent.is_dir():
         raise LabError(f"{args.out}: the folder {args.out.parent} does not exist")
     if args.out is not None and args.out.is_dir():

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, UsageError
 from mars.lab.report.measure import Measure, of
 
 Record = dict[str, Any]
@@ -164,7 +164,7 @@ def load(paths: Iterable[str | Path]) -> list[RunLog]:
             if key not in found:
                 found[key] = read(log)
     if not found:
-        raise LabError("no run given: name a run directory, a race directory or a log.jsonl")
+        raise UsageError("no run given: name a run directory, a race directory or a log.jsonl")
     return list(found.values())
 
 
