@@ -423,14 +423,18 @@ def test_the_list_says_what_each_asks_and_how_far_it_is(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "runs/study-tiny-optimizers"
-    folder.mkdir(parents=True)
+    own, kept = "runs/study-tiny-optimizers", "docs/results/tiny-optimizers"
     of = find("tiny-optimizers")
-    Results(folder).add([result(of, "AdamW", 1e-2, 0, 2.5)])
+    for place, seeds in ((kept, 2), (own, 1)):
+        (tmp_path / place).mkdir(parents=True)
+        runs = [result(of, "AdamW", 1e-2, seed, 2.5) for seed in range(seeds)]
+        Results(tmp_path / place).add(runs)
+        assert main(["study"]) == 0
+        assert f"[{place}: {seeds} run" in capsys.readouterr().out
     assert main(["study"]) == 0
     said = capsys.readouterr().out
     assert "optimizers-50m\n  A 50M-parameter GPT" in said
-    assert "[1 run, " in said
+    assert kept not in said
     assert "variance" in said
 
 

@@ -26,6 +26,7 @@ from mars.lab.study.results import NAME, Results
 from mars.lab.study.stretch import Stretch
 from mars.lab.study.verdict import markdown, terminal, verdict
 
+KEPT = Path("docs/results")  # of a checkout
 ABOUT = (
     "Resume a study: the next most informative runs, until all is known or the time is up; "
     "then the verdict. NAME is one that `mars study` lists, or package.module:function of yours."
@@ -224,8 +225,10 @@ def listing() -> str:
     ]
     for name in STUDIES:
         study = find(name)
-        results = Results(Path(f"runs/study-{name}")).read()
-        far = verdict(study, results).count if results else f"nothing yet; {len(study.arms)} arms"
+        far = f"nothing yet; {len(study.arms)} arms"
+        for place in (KEPT / name, Path(f"runs/study-{name}")):  # your own count
+            if results := Results(place).read():
+                far = f"{place}: {verdict(study, results).count}"
         lines += [name, *textwrap.wrap(study.question, 96, initial_indent="  ",
                                        subsequent_indent="  "), f"  [{far}]", ""]  # fmt: skip
     lines += [
