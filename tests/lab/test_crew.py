@@ -201,7 +201,16 @@ def waiting(crew: Crew, future: Future[str]) -> None:
             look()
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's own handler: there is none where pytest runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.timeout(60)
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_leaves_no_future_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes in the middle of what a future does, where Python's own would leave its lock."""
     done = Future.done
@@ -213,18 +222,35 @@ def test_ctrl_c_leaves_no_future_locked(monkeypatch: pytest.MonkeyPatch) -> None
         return done(future)
 
     monkeypatch.setattr(Future, "done", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # not where pytest is behind
-    try:
-        with Crew(1, said.append) as crew:
-            asked = crew.submit(obedient, 60.0)
-            crew.records.get(timeout=60)
-            with pytest.raises(KeyboardInterrupt):
-                waiting(crew, asked)
-            stop(crew)
-            assert asked.result() == "saved"
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with Crew(1, said.append) as crew:
+        asked = crew.submit(obedient, 60.0)
+        crew.records.get(timeout=60)
+        with pytest.raises(KeyboardInterrupt):
+            waiting(crew, asked)
+        stop(crew)
+        assert asked.result() == "saved"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def last_look(crew: Crew) -> None:
+    with watched(crew) as look:
+        look()
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_after_the_last_look_is_not_lost() -> None:
+    with Crew(1, said.append) as crew, pytest.raises(KeyboardInterrupt):
+        last_look(crew)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_ends_a_wait_for_runs_that_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error: who saves may take long, or never answer."""
+    monkeypatch.setattr("mars.lab.crew.stop", lambda crew: signal.raise_signal(signal.SIGINT))
+    with Crew(1, said.append) as crew, pytest.raises(KeyboardInterrupt), watched(crew):
+        raise OSError("the disk is full")
 
 
 def test_leaving_by_an_error_kills_whoever_works() -> None:

@@ -188,21 +188,22 @@ def watched(crew: Executor) -> Iterator[Callable[[], None]]:
 
     It gives a function that raises KeyboardInterrupt if a signal came: to be called while nothing
     of a future is in use. Raised anywhere, as Python does it, it can leave the lock of a future
-    taken, and the thread of a worker waits for that for ever.
+    taken, and the thread of a worker waits for that for ever. One that comes after the last call is
+    raised at the end. While runs are saved, signals do what they did before.
     """
-    with _held_back() if isinstance(crew, Crew) else nullcontext(lambda: None) as look:
-        try:
+    try:
+        with _held_back() if isinstance(crew, Crew) else nullcontext(lambda: None) as look:
             yield look
-        except KeyboardInterrupt:  # the caller's to answer
-            raise
-        except BaseException:  # a full disk, say: nobody is left training
-            stop(crew)
-            raise
+    except KeyboardInterrupt:  # the caller's to answer
+        raise
+    except BaseException:  # a full disk, say: nobody is left training
+        stop(crew)
+        raise
 
 
 @contextmanager
 def _held_back() -> Iterator[Callable[[], None]]:
-    """Signals raise nothing until the function that this gives is called."""
+    """Signals raise nothing until the function that this gives is called, or until the end."""
     came: list[int] = []
 
     def look() -> None:
@@ -211,12 +212,14 @@ def _held_back() -> Iterator[Callable[[], None]]:
 
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS:
-            handler = signal.getsignal(number)
-            if handler not in (signal.SIG_IGN, None):  # as nohup has it, or by C code
-                before[number] = signal.signal(number, lambda number, frame: came.append(number))
+        found = {number: signal.getsignal(number) for number in SIGNALS}
+        unusual = (signal.SIG_IGN, None)  # as nohup has it, or by C code
+        before = {number: own for number, own in found.items() if own not in unusual}
     try:
+        for number in before:
+            signal.signal(number, lambda number, frame: came.append(number))
         yield look
+        look()
     finally:
-        for caught, handler in before.items():
-            signal.signal(caught, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
