@@ -74,9 +74,9 @@ def run_all(jobs: list[Job], processes: int, command: str) -> dict[str, str] | N
         Board(jobs, processes) as board,
         Crew(processes, board.say, again=all(job.run.keep.resume for job in jobs)) as crew,
     ):
-        futures = {crew.submit(_work, job, command): job for job in jobs}
         try:
             with watched(crew) as look:
+                futures = {crew.submit(_work, job, command): job for job in jobs}
                 while futures:
                     look()
                     done = [future for future in futures if future.done()]
