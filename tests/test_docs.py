@@ -385,6 +385,7 @@ def test_best_rates_relative_to_adamw_are_those_of_the_tiny_studies() -> None:
     matrices = ratio("tiny-search", "MARS-M", "AdamW")
     for page in ("docs/choosing.md", "docs/decisions.md"):
         assert f"5.3 times AdamW's best ({matrices:.0f} in runs of 150 steps)" in flat(page), page
+        assert f"{ratio('gpt2-small', 'MARS-M', 'AdamW'):.0f} times or more" in flat(page), page
     between = {"tiny-optimizers": "", "tiny-batch": ", 1k", "tiny-length": ", 1200 steps"}
     for study, suffix in between.items():
         assert f"{ratio(study, f'MARS-AdamW{suffix}', f'AdamW{suffix}'):.1f}" == "1.4", study
