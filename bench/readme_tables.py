@@ -267,6 +267,20 @@ def every_rung(name: str) -> str:
     return table(["", *map(units.rate, tried)], rows)
 
 
+def by_decay(name: str) -> str:
+    """Loss at the best rate, by optimizer and decay, which ends a label if it is not the usual."""
+    found: dict[str, dict[float, str]] = {}
+    for label, ladder in ladders(questions.find(name), Results(RESULTS / name).read()).items():
+        assert ladder.best is not None
+        own, _, decay = label.partition(", decay ")
+        losses = list(ladder.losses[ladder.best].values())
+        cell = f"{_loss(losses)} ({len(losses)} seeds, {units.rate(ladder.best)})"
+        found.setdefault(own, {})[float(decay or 0.1)] = cell
+    decays = sorted({decay for cells in found.values() for decay in cells})
+    rows = [[own, *(cells[decay] for decay in decays)] for own, cells in found.items()]
+    return table(["", *(f"decay {decay:g}" for decay in decays)], rows)
+
+
 def every_run(name: str, kind: str) -> str:
     """The losses of all seeds at every rate, of the arms that have this in their names."""
     found = ladders(questions.find(name), Results(RESULTS / name).read())
@@ -601,6 +615,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "search-50m": lambda: arms("search-50m"),
     "tiny-search": lambda: arms("tiny-search"),
     "tiny-length": lambda: arms("tiny-length"),
+    "tiny-decay": lambda: by_decay("tiny-decay"),
     "tiny-scale": lambda: arms("tiny-scale"),
     "gpt2-small": lambda: scored("gpt2-small"),
     "gpt2-small-times": lambda: durations("gpt2-small"),

@@ -416,6 +416,38 @@ def test_sentences_on_the_length_of_a_run_are_those_of_its_verdict() -> None:
         assert told in page, told
 
 
+def test_sentences_on_the_decay_are_those_of_its_verdict() -> None:
+    judged = verdicts("tiny-decay")
+    by = {(j.comparison.arm, j.comparison.baseline): j for j in judged}
+    page = flat("docs/results-small.md")
+
+    def span(arm: str, base: str, state: str) -> tuple[str, str]:
+        found = by[arm, base]
+        assert found.state == state
+        d = found.difference
+        return f"{-d.mean:.3f}", f"({-d.high:.3f} to {-d.low:.3f}"
+
+    lead, between = span("MARS-Shampoo", "AdamW", "holds")
+    assert f"ends {lead} below AdamW at the best decay" in page
+    assert f"which is 0.1, too {between};" in page
+    others = [j for j in judged if j.comparison.claim.by == 0.02]
+    assert [j.state for j in others] == ["does not hold"] * 9
+    assert all(j.difference.mean > 0 for j in others)  # so that 0.1 is the best of the four
+    none = {arm: by[f"{arm}, decay 0", arm].difference for arm in ("AdamW", "MARS-Shampoo")}
+    assert abs(none["MARS-Shampoo"].mean) < 0.001
+    assert f"AdamW {none['AdamW'].mean:.3f} higher (not resolved)" in page
+    assert none["AdamW"].low < 0
+    lost = [by[f"{arm}, decay 0.5", arm].difference.mean for arm in ("MARS-Shampoo", "AdamW")]
+    assert "at 0.5 it loses {:.3f}, AdamW {:.3f}".format(*lost) in page
+    told = []
+    for suffix, decay in ((", decay 0", "0"), ("", "0.1")):
+        lead, between = span(f"MARS-AdamW{suffix}", f"AdamW{suffix}", "holds")
+        told.append(f"by {lead} at {decay} {between})")
+    assert " and ".join(told) in page
+    for decay in ("0.5", "2.5"):
+        span(f"MARS-AdamW, decay {decay}", f"AdamW, decay {decay}", "not resolved")
+
+
 def test_sentences_on_gpt2_small_are_those_of_its_runs() -> None:
     runs = {(r.arm, r.lr): r for r in runs_of("gpt2-small")}
     lean = "MARS-AdamW, no clip, raw"
