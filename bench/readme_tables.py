@@ -277,8 +277,8 @@ def by_decay(name: str) -> str:
         cell = f"{_loss(losses)} ({len(losses)} seeds, {units.rate(ladder.best)})"
         found.setdefault(own, {})[float(decay or 0.1)] = cell
     decays = sorted({decay for cells in found.values() for decay in cells})
-    rows = [[own, *(cells[decay] for decay in decays)] for own, cells in found.items()]
-    return table(["", *(f"decay {decay:g}" for decay in decays)], rows)
+    rows = [[f"{decay:g}", *(cells[decay] for cells in found.values())] for decay in decays]
+    return table(["decay", *found], rows)
 
 
 def every_run(name: str, kind: str) -> str:
