@@ -269,13 +269,14 @@ def every_rung(name: str) -> str:
 
 def by_decay(name: str) -> str:
     """Loss at the best rate, by optimizer and decay, which ends a label if it is not the usual."""
+    study = questions.find(name)
     found: dict[str, dict[float, str]] = {}
-    for label, ladder in ladders(questions.find(name), Results(RESULTS / name).read()).items():
+    for label, ladder in ladders(study, Results(RESULTS / name).read()).items():
         assert ladder.best is not None
-        own, _, decay = label.partition(", decay ")
+        own, decay = label.partition(", decay ")[0], study.run(ladder.arm).optimizer.weight_decay
         losses = list(ladder.losses[ladder.best].values())
         cell = f"{_loss(losses)} ({len(losses)} seeds, {units.rate(ladder.best)})"
-        found.setdefault(own, {})[float(decay or 0.1)] = cell
+        found.setdefault(own, {})[decay] = cell
     decays = sorted({decay for cells in found.values() for decay in cells})
     rows = [[f"{decay:g}", *(cells[decay] for cells in found.values())] for decay in decays]
     return table(["decay", *found], rows)
