@@ -158,6 +158,24 @@ def test_a_parabola_promises_nothing_beyond_the_rates_it_goes_through() -> None:
     assert found.between() is None
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_beside_a_cliff_a_parabola_promises_no_more_than_the_rates_beyond_allow(turned) -> None:
+    """As seen on GPT-2 small: Muon gains a little a rung, until a rate at which it learns nothing.
+    A parabola through the last three would be 0.23 lower half a rung before the best.
+    """
+    of = study()
+    rates = [2e-2, 1e-2, 5e-3, 2.5e-3] if turned else [1.25e-3, 2.5e-3, 5e-3, 1e-2]
+    losses = dict(zip(rates, [3.615, 3.6, 3.587, 5.497], strict=True))
+    runs = [result(of, "AdamW", lr, 0, loss) for lr, loss in losses.items()]
+    found = replace(ladders(of, runs)["AdamW"], noise=0.005)
+    assert (found.best, found.bracketed) == (5e-3, True)
+    assert found.between() is None
+    unknown = replace(found, losses={lr: found.losses[lr] for lr in rates[1:]})
+    assert unknown.between() == (7.07e-3 if turned else 3.54e-3, pytest.approx(0.233, rel=0.01))
+    steep = replace(found, losses=found.losses | {rates[0]: {0: 3.72}})  # 0.12 a rung, so 0.06
+    assert steep.between() == (unknown.between()[0], pytest.approx(0.06 - 0.013, rel=0.01))
+
+
 def test_a_rate_between_two_rungs_is_not_tried_for_less_than_noise() -> None:
     of = study(noise=0.1)
     flat = valley({"AdamW": 1.3e-2, "MARS": 1.3e-2})  # 0.014 between 0.01 and 0.013

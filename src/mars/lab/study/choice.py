@@ -143,22 +143,50 @@ class Ladder:
 
     def between(self) -> tuple[float, float] | None:
         """The rate half a rung from the best where the same parabola is lower by more than noise,
-        and by how much; None where it is not, or where a rate so near has been tried.
+        and by how much, as far as the rates beyond allow it; None where it is not, or where a rate
+        so near has been tried.
         """
         best = self.best
         if best is None or not self.bracketed:
             return None
         tried = [lr for lr in (best, *self.beside(best)) if lr is not None]
-        shared = set.intersection(*(set(self.losses[lr]) for lr in tried))
-        points = self._beside_best(sorted(shared))
+        points = self._beside_best(self._shared(tried))
         found = lowest(points) if points is not None else None
         if points is None or found is None or not points[0][0] < found[0] < points[2][0]:
             return None  # nothing is promised, or only beyond the rates that it is seen from
-        gain, side = points[1][1] - found[1], 1 if found[0] > points[1][0] else -1
-        rungs = [side * math.log(lr / best, self.arm.factor) for lr in self.losses]
+        up = found[0] > points[1][0]
+        side = 1 if up else -1
+        lr = float(f"{best * self.arm.factor ** (side * HALF):.3g}")
+        gain = min(points[1][1] - found[1], self._room(lr, up))
+        rungs = [side * math.log(other / best, self.arm.factor) for other in self.losses]
         if gain <= self.noise or any(0 < rung < HALF * CLOSE for rung in rungs):
             return None
-        return float(f"{best * self.arm.factor ** (side * HALF):.3g}"), gain
+        return lr, gain
+
+    def _room(self, lr: float, up: bool) -> float:
+        """How much lower than at the best rate the loss can be at one between it and the next.
+
+        Not lower than the line that leads there through the two rates beyond, if it bends upwards
+        everywhere: beside a cliff a parabola promises far more than that. Infinite where less was
+        tried.
+        """
+        best = self.best
+        near = self.beside(best)[up] if best is not None else None
+        beyond = self.beside(near)[up] if near is not None else None
+        if best is None or near is None or beyond is None:
+            return math.inf
+        seeds = self._shared([beyond, near, best])
+        if not seeds or not math.isfinite(sum(self.losses[beyond].values())):
+            return math.inf
+        (z, fz), (a, fa), (_, fb) = (self._point(rate, seeds) for rate in (beyond, near, best))
+        return fb - (fa + (fa - fz) / (a - z) * (math.log(lr) - a))
+
+    def _shared(self, rates: Sequence[float]) -> list[int]:
+        """The seeds that were run at all of these rates."""
+        return sorted(set.intersection(*(set(self.losses[lr]) for lr in rates)))
+
+    def _point(self, lr: float, seeds: Sequence[int]) -> Point:
+        return math.log(lr), fmean(self.losses[lr][seed] for seed in seeds)
 
     def _beside_best(self, seeds: Sequence[int]) -> list[Point] | None:
         """log(lr) and mean loss of the best rate and of those beside it, if all have the seeds."""
@@ -169,7 +197,7 @@ class Ladder:
             return None
         if any(seed not in self.losses[lr] for lr in known for seed in seeds):
             return None
-        return [(math.log(lr), fmean(self.losses[lr][seed] for seed in seeds)) for lr in known]
+        return [self._point(lr, seeds) for lr in known]
 
 
 def lowest(points: Sequence[Point]) -> Point | None:
