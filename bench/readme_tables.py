@@ -424,7 +424,9 @@ def rates() -> str:
             best[key] = s
     rows = []
     for recipe, parameters, seen, batch in sorted({key[:4] for key in best}, key=lambda k: k[1:]):
-        found = (best.get((recipe, parameters, seen, batch, name)) for name in SHOWN)
+        found = [best.get((recipe, parameters, seen, batch, name)) for name in SHOWN]
+        if len(SHOWN) - found.count(None) < 2:  # nothing to compare it with
+            continue
         rows.append([
             f"`{recipe}`, {units.tokens(parameters)}", units.tokens(seen), units.tokens(batch),
             *("" if s is None else _rate(s) for s in found),

@@ -56,6 +56,7 @@ COLORS = {
 EXACT = ", exact"  # has the colour of the same γ in approximate mode, dashed
 FEW = 6  # rungs that have room for their names
 FAINT = 0.45  # single runs, beside the lines of their means
+CLIFF = 4.0  # times as far above the lowest loss as three quarters of the runs: learned nothing
 SKIPPED = 0.25  # of the tokens: before that, curves fall too fast to tell them apart
 
 
@@ -95,6 +96,29 @@ def by_rate(axes: Any, ladder: Ladder, color: str) -> None:
         losses = list(ladder.losses[lr].values())
         several = len(losses) > 1
         axes.plot([lr] * len(losses), losses, "o", color=color, ms=3, alpha=FAINT if several else 1)
+
+
+def cut(axes: Any, found: Sequence[Ladder]) -> None:
+    """Keep rates at which nothing was learned from flattening the others: they stand at the top."""
+    rates = {
+        own.arm.label: {lr: fmean(x.values()) for lr, x in own.losses.items()} for own in found
+    }
+    losses = sorted(x for own in rates.values() for x in own.values() if x < float("inf"))
+    low, usual = losses[0], losses[3 * len(losses) // 4] - losses[0]
+    if losses[-1] - low <= CLIFF * usual:
+        return
+    top = low + 2 * usual
+    axes.set_ylim(low - 0.1 * usual, top)
+    over = sorted(
+        (x, lr, label) for label, own in rates.items() for lr, x in own.items() if x > top
+    )
+    for place, (x, lr, label) in enumerate(over):
+        beside = max((r for r in rates[label] if r < lr), default=lr)  # left of the line up there
+        axes.annotate(
+            f"{named(label)} at {units.rate(lr)}: {x:.2f}",
+            (beside, top - (0.02 + 0.1 * place) * usual),
+            color=color_of(label, "#444444"), ha="right", va="top", fontsize=8,
+        )  # fmt: skip
 
 
 def spread_labels(axes: Any) -> None:
@@ -143,6 +167,7 @@ def draw(directory: Path) -> Path:
         second = panels[0][1]
         for own, color in zip(found, colors, strict=True):
             by_rate(second, own, color)
+        cut(second, found)
         second.set_xscale("log")
         tried = sorted({lr for own in found for lr in own.losses})
         rungs = sorted({lr for o in found for lr in o.losses if lr == o.arm.rate(o.arm.rung(lr))})
