@@ -252,7 +252,9 @@ def test_a_dry_run_says_where_the_rate_comes_from(capsys: pytest.CaptureFixture[
     assert text.startswith(
         "lr 0.0006: not the best of a grid here\nnearest that is: lr 0.002: best"
     )
-    assert "on a model 2.4 times smaller, with 833 times fewer tokens" in text
+    assert "with 244 times fewer tokens, in batches 3.8 times smaller" in text
+    text = dry(capsys, "gpt2-xl", "--optimizer", "adamw")
+    assert "on a model 13 times smaller" in text
     text = dry(capsys, "gpt2-small", "--optimizer", "muon")  # as published: of the original scale
     assert text.endswith("(docs/results/optimizers-50m/results.jsonl, Muon, original scale)")
     own = ("--optimizer.options", "nesterov", "False")
