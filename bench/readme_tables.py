@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import cost_table
-from study_figure import named
 
 from mars.lab import optimizers
 from mars.lab.recipes import settings
@@ -247,7 +246,7 @@ def arms(name: str) -> str:
     kept = [cells[0].index(column) for column in ("best rate", "seeds", "loss", "to")]
     kept += [cells[0].index("difference, 95 % interval")]
     return table(["", *(cells[0][i] for i in kept)], [
-        [named(cell) for cell in (row[0], *(row[i].replace("–", "") for i in kept))]
+        [row[0], *(row[i].replace("–", "") for i in kept)]
         for row in cells[2:]
         if row[kept[1]] != "0"
     ])  # fmt: skip
@@ -263,7 +262,7 @@ def every_rung(name: str) -> str:
         means = {lr: spread(list(own.values())) for lr, own in ladder.losses.items()}
         cells = [_bold(f"{m.mean:.3f}" if (m := means.get(lr)) else "", lr == ladder.best)
                  for lr in tried]  # fmt: skip
-        rows.append([named(ladder.arm.label), *cells])
+        rows.append([ladder.arm.name, *cells])
     return table(["", *map(units.rate, tried)], rows)
 
 
@@ -308,7 +307,7 @@ def durations(name: str) -> str:
             shares = (row.tokens_ratio, row.time_ratio)
             cells = [f"{1e3 * s:.1f}" for s in (row.time.step, row.time.optimizer)]
             cells += [f"{100 * share:.0f} %" if share else "" for share in shares]
-            rows.append([named(row.ladder.arm.label), *cells])
+            rows.append([row.ladder.arm.name, *cells])
     return table(head, rows)
 
 
@@ -369,7 +368,7 @@ def scored(name: str) -> str:
         cells = [f"{task}, {t['metric']}, %" for task, t in model["tasks"].items()]
         scores = [t[t["metric"]] for t in model["tasks"].values()]
         rows.append([
-            named(run.arm), units.rate(run.lr), _loss([run.final]),
+            study.arm(run.arm).name, units.rate(run.lr), _loss([run.final]),
             *(f"{100 * s['value']:.2f} ± {100 * s['stderr']:.2f}" for s in scores),
         ])  # fmt: skip
     return table([*head, *cells], rows)

@@ -21,18 +21,6 @@ from mars.lab.study.choice import Ladder, ladders
 from mars.lab.study.definition import Study
 from mars.lab.study.results import Result, Results
 
-# Which scale a Muon has: the laboratory's is not the default of torch.optim.Muon.
-MUONS = {
-    "Muon": "Muon, Moonlight's scale",
-    "Muon, original scale": "Muon, torch's default scale",
-}
-
-
-def named(label: str) -> str:
-    """An arm as readers know it."""
-    return MUONS.get(label, label)
-
-
 # Families by hue, MARS the stronger of each. Other arms have matplotlib's colours.
 COLORS = {
     "AdamW": "#444444",
@@ -82,7 +70,7 @@ def by_tokens(axes: Any, ladder: Ladder, results: Sequence[Result], color: str) 
     axes.plot([x / 1e6 for x in xs], ys, color=color, ls=dashes(label))
     at = "" if len(own) > 1 else f" at {units.rate(ladder.best)}"
     axes.annotate(
-        f" {named(label)}{at}: {ys[-1]:.3f}", (xs[-1] / 1e6, ys[-1]), color=color,
+        f" {ladder.arm.name}{at}: {ys[-1]:.3f}", (xs[-1] / 1e6, ys[-1]), color=color,
         va="center", fontsize=8, annotation_clip=False,
     )  # fmt: skip
 
@@ -196,7 +184,7 @@ def summarise(directory: Path) -> Path:
         axes.plot(d.mean, y, "o", color=color, ms=6)
     base_label = base.arm.label
     axes.axvline(0, color=COLORS.get(base_label, "#444444"), lw=1)
-    axes.set_yticks(range(len(rows)), [named(own.arm.label) for own, _ in rows])
+    axes.set_yticks(range(len(rows)), [own.arm.name for own, _ in rows])
     loss = fmean(base.losses[base.best].values())
     axes.set_xlabel(f"validation loss relative to {base_label} ({loss:.3f}), 95 % interval")
     axes.grid(axis="x", color="#dddddd", lw=0.6)

@@ -508,7 +508,7 @@ def test_sentences_on_its_times_are_those_of_its_verdict() -> None:
     rows = [[cell.strip() for cell in line.split("|")] for line in verdict.splitlines()]
     head = next(row for row in rows if "best rate" in row)
     time, step = head.index("time"), head.index("step")
-    of = {row[1]: row for row in rows if len(row) == len(head)}
+    of = {row[1].removesuffix(", Moonlight's scale"): row for row in rows if len(row) == len(head)}
     names = ("MARS-Shampoo", "MARS-M", "Muon", "SOAP")
     shares = ", ".join(f"{name} {of[name][time].replace('%', ' %')}" for name in names)
     assert f"In time (where less than 6 % apart is noise): {shares} (pytorch_optimizer's" in readme

@@ -433,7 +433,7 @@ def test_the_list_says_what_each_asks_and_how_far_it_is(
         assert f"[{place}: {seeds} run" in capsys.readouterr().out
     assert main(["study"]) == 0
     said = capsys.readouterr().out
-    assert "optimizers-50m\n  A 50M-parameter GPT" in said
+    assert "optimizers-50m\n  A GPT with 51M parameters" in said
     assert kept not in said
     assert "variance" in said
 

@@ -356,7 +356,24 @@ def test_tables_say_ratios_and_what_diverged() -> None:
     assert "| MARS | 0.01 | 3 | 2.5000 ± 0.0200 | AdamW | −0.5000 [" in page
     assert "Diverged: AdamW at 0.16 (seed 0)." in page
     assert "complete" in page
-    assert sentence(v.judged[0]) in terminal(v)
+    assert sentence(v.judged[0], v.study) in terminal(v)
+
+
+def test_pages_call_an_arm_by_what_is_shown_of_it(tmp_path: Path) -> None:
+    """Results keep its label: that of Muon does not say which scale it has."""
+    of = study()
+    known = grid(of, {"AdamW": [3.0, 3.02, 2.98], "MARS": [2.5, 2.52, 2.48]})
+    known.append(result(of, "AdamW", 0.16, 0, math.inf))
+    arms = tuple(replace(arm, shown=f"our {arm.label}") for arm in of.arms)
+    v = verdict(replace(of, arms=arms), known)
+    page = markdown(v)
+    assert "our MARS: lower than our AdamW — HOLDS" in page
+    assert "| our MARS | 0.01 | 3 | 2.5000 ± 0.0200 | our AdamW |" in page
+    assert "Diverged: our AdamW at 0.16" in page
+    (report,) = write(v, tmp_path)
+    assert "our MARS" in report.read_text()
+    few = verdict(replace(of, arms=arms), known[:1])
+    assert "our MARS has no run yet" in markdown(few)
 
 
 def test_times_of_runs_that_shared_the_device_do_not_count() -> None:

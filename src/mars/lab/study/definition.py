@@ -25,7 +25,7 @@ class Arm:
     """One way to train: an optimizer with its options. Its learning rate is searched."""
 
     label: str
-    """How tables call it."""
+    """What its results are kept under."""
     optimizer: str
     """Its registered name; settings are those of the study's base run for it."""
     lr: float
@@ -34,12 +34,19 @@ class Arm:
     """Fields by part that differ from the base run: {"optimizer": {"gamma": 0.05}}."""
     factor: float = 2.0
     """From one rate of the ladder to the next."""
+    shown: str = ""
+    """What pages call it, if not by its label."""
 
     def __post_init__(self) -> None:
         if not self.factor > 1:
             raise LabError(f"arm {self.label!r}: factor must be above 1, not {self.factor:g}")
         if "data" in self.changes:
             raise LabError(f"arm {self.label!r} has data of its own: such losses do not compare")
+
+    @property
+    def name(self) -> str:
+        """What pages call it."""
+        return self.shown or self.label
 
     @property
     def folder(self) -> str:
@@ -105,6 +112,12 @@ class Comparison:
             return f"{self.arm}: {self.claim} {self.baseline}"
         other = f"{self.than[0]} minus {self.than[1]}"
         return f"{self.arm} minus {self.baseline}: {self.claim} {other}"
+
+    def named(self, study: Study) -> Comparison:
+        """With what pages call the arms, in place of their labels."""
+        arm, baseline, *than = (study.arm(label).name for label in self.arms)
+        than_ = (than[0], than[1]) if than else None
+        return Comparison(arm=arm, baseline=baseline, claim=self.claim, than=than_)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,16 +45,16 @@ def judge(study: Study, results: Sequence[Result]) -> list[Judged]:
 def _judge(c: Comparison, found: Mapping[str, Ladder], seeds: int) -> Judged:
     differences = _differences(c, found)
     d = paired(differences, dict.fromkeys(differences, 0.0)) if differences else None
-    for label in c.arms:
-        if found[label].best is None:
-            tried = bool(found[label].losses)
-            why = f"{label} diverged at every rate" if tried else f"{label} has no run yet"
+    for own in (found[label] for label in c.arms):
+        name = own.arm.name
+        if own.best is None:
+            why = f"{name} diverged at every rate" if own.losses else f"{name} has no run yet"
             return Judged(c, "not resolved", d, why)
-        if not found[label].bracketed:
-            ended = "" if found[label].missing() else ", and its ladder ends there"
-            return Judged(c, "not resolved", d, f"{label}'s best rate is not bracketed yet{ended}")
-        if c.claim.kind == "rate" and not found[label].sloped:
-            why = f"a rate beside {label}'s best diverged, so that nothing is known between the two"
+        if not own.bracketed:
+            ended = "" if own.missing() else ", and its ladder ends there"
+            return Judged(c, "not resolved", d, f"{name}'s best rate is not bracketed yet{ended}")
+        if c.claim.kind == "rate" and not own.sloped:
+            why = f"a rate beside {name}'s best diverged, so that nothing is known between the two"
             return Judged(c, "not resolved", d, why)
     n = len(differences)
     if d is None or n < seeds or d.low is None or d.high is None:
@@ -93,7 +93,7 @@ def _other_rates(c: Comparison, found: Mapping[str, Ladder], low: float, high: f
         moved = (low - gains, high) if sign > 0 else (low, high + gains)
         if _state(*moved, c.claim) != _state(low, high, c.claim):
             label, (_, why) = max(promised.items(), key=lambda item: item[1][0])
-            return f"{label} {why}"
+            return f"{found[label].arm.name} {why}"
     return ""
 
 

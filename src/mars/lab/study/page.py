@@ -48,11 +48,12 @@ def _page(v: Verdict, labels: list[str], path: Path, command: str) -> Path | Non
             _log(v, result, Path(folder), command)
         runs = load([folder])
     base = next((b for label in labels if (b := v.study.baseline_of(label))), labels[0])
+    name = {label: ladder.arm.name for label, ladder in found.items()}
     grid = {
         "command": command,
         "optimizers": {
-            label: {
-                "label": label,
+            name[label]: {
+                "label": name[label],
                 "best": found[label].best,
                 "losses": {
                     f"{lr:g}": [None if loss == float("inf") else loss for loss in own.values()]
@@ -63,7 +64,7 @@ def _page(v: Verdict, labels: list[str], path: Path, command: str) -> Path | Non
             if found[label].best is not None
         },
     }
-    summary = summarise(runs, baseline=base, rates=grid)
+    summary = summarise(runs, baseline=name[base], rates=grid)
     return write_page(path, runs, summary, title=f"{v.study.name}: {v.study.question}")
 
 
@@ -75,7 +76,7 @@ def _log(v: Verdict, result: Result, folder: Path, command: str) -> None:
     steps, per_step = run.loop.steps, tasks.of(run).per_step
     header = {
         "kind": "header", "format": 1, "time": result.time, "name": v.study.name,
-        "label": arm.label, "optimizer": arm.optimizer, "lr": result.lr, "seed": result.seed,
+        "label": arm.name, "optimizer": arm.optimizer, "lr": result.lr, "seed": result.seed,
         "config": to_json(run), "tokens_per_step": per_step, "steps": steps,
         "data": {"train": {"sha256": result.fingerprint["data"]}},
         "versions": {"torch": result.fingerprint["torch"]},

@@ -26,6 +26,7 @@ from mars.lab.study.templates import (
     correction,
     lower,
     mars_adamw,
+    muon,
     muon_original,
     scale,
     search,
@@ -84,7 +85,8 @@ def optimizers_50m() -> Study:
     """Question 1."""
     return Study(
         name="optimizers-50m",
-        question="A 50M-parameter GPT, 59M tokens: which differences between optimizers are real?",
+        question="A GPT with 51M parameters, 59M tokens: which differences between optimizers are "
+        "real?",
         prediction="Methods that use a matrix as one (Muon, SOAP, MARS-M, MARS-Shampoo) end below "
         "AdamW by 0.1 or more. At AdamW's betas MARS-AdamW ends below a tuned AdamW, at the "
         "published ones it does not. The correction adds nothing to Muon. (Added after 46 runs, in "
@@ -93,7 +95,7 @@ def optimizers_50m() -> Study:
         base=gpt_50m,
         arms=(
             Arm(label="AdamW", optimizer="adamw", lr=2e-3),
-            Arm(label="Muon", optimizer="muon", lr=4e-3),
+            muon(4e-3),
             mars_adamw("MARS-AdamW (.9, .95)", 2e-3),
             mars_adamw("MARS-AdamW (.95, .99)", 2e-3, betas=PUBLISHED),
             Arm(label="MARS-M", optimizer="mars-m", lr=4e-3),
@@ -120,19 +122,19 @@ def optimizers_50m() -> Study:
 
 def correction_50m() -> Study:
     """Question 2, on losses; `mars study variance` is its second half."""
-    what = "MARS-AdamW on a 50M-parameter GPT, 20M tokens"
+    what = "MARS-AdamW on a GPT with 51M parameters, 20M tokens"
     return correction("correction-50m", gpt_50m_short, 2e-3, what, GAMMAS)
 
 
 def clip_50m() -> Study:
     """Question 3."""
-    return clip("clip-50m", gpt_50m, 2e-3, "MARS-AdamW on a 50M-parameter GPT", 0.01)
+    return clip("clip-50m", gpt_50m, 2e-3, "MARS-AdamW on a GPT with 51M parameters", 0.01)
 
 
 def batch_50m() -> Study:
     """Question 4: the arms of 64k tokens are those of optimizers-50m: --take them from there."""
     sizes = (sized(64, 900), sized(512, 113))
-    what = "A 50M-parameter GPT, 59M tokens"
+    what = "A GPT with 51M parameters, 59M tokens"
     return batch("batch-50m", gpt_50m, 2e-3, what, *sizes, ("64k", "512k"), 0.01)
 
 
@@ -145,7 +147,7 @@ def gpt2_small_201m() -> Study:
         base=gpt2_small,
         arms=(
             Arm(label="AdamW", optimizer="adamw", lr=1e-3),
-            Arm(label="Muon", optimizer="muon", lr=8e-3),
+            muon(8e-3),
             mars_adamw("MARS-AdamW", 1e-3),
             Arm(label="MARS-M", optimizer="mars-m", lr=8e-3),
             mars_adamw("MARS-AdamW, no clip, raw", 1e-3, options=LEAN),
@@ -166,13 +168,13 @@ def gpt2_small_rates() -> Study:
         name="gpt2-small-rates",
         question="GPT-2 small, 50M tokens: at which rate is each optimizer best, and what is it "
         "worth there?",
-        prediction="Best rates are those of the 51M model, or a rung below. Muon and the matrix "
+        prediction="Best rates are those with 51M parameters, or a rung below. Muon and the matrix "
         "types end 0.1 below AdamW, MARS-Shampoo 0.01 below Muon, MARS-AdamW below AdamW, MARS-M "
         "where Muon does.",
         base=gpt2_small_short,
         arms=(
             Arm(label="AdamW", optimizer="adamw", lr=1e-3),
-            Arm(label="Muon", optimizer="muon", lr=2e-3),
+            muon(2e-3),
             mars_adamw("MARS-AdamW", 1e-3),
             Arm(label="MARS-M", optimizer="mars-m", lr=4e-3),
             Arm(label="MARS-Shampoo", optimizer="mars-shampoo", lr=1.6e-2),
@@ -193,7 +195,7 @@ def gpt2_small_rates() -> Study:
 def search_50m() -> Study:
     """With the matrix type, and the scale of Muon, that did best in optimizers-50m, and with the
     clip and second moment that did in clip-50m: --take what is known from either."""
-    what = "A 50M-parameter GPT, 59M tokens"
+    what = "A GPT with 51M parameters, 59M tokens"
     shampoo = Arm(label="MARS-Shampoo", optimizer="mars-shampoo", lr=1.6e-2)
     more = (
         mars_adamw("MARS-AdamW, no clip, raw", 2e-3, options=LEAN),
@@ -204,7 +206,7 @@ def search_50m() -> Study:
 
 def scale_50m() -> Study:
     """Four of its arms are those of optimizers-50m: --take them from there."""
-    what = "A 50M-parameter GPT, 59M tokens"
+    what = "A GPT with 51M parameters, 59M tokens"
     return scale("scale-50m", gpt_50m, 4e-3, 3.2e-2, what, 0.01)
 
 
@@ -216,7 +218,7 @@ def tiny_optimizers() -> Study:
         base=gpt_tiny,
         arms=(
             Arm(label="AdamW", optimizer="adamw", lr=5e-3),
-            Arm(label="Muon", optimizer="muon", lr=3.2e-2),
+            muon(3.2e-2),
             mars_adamw("MARS-AdamW", 5e-3),
         ),
         comparisons=(lower("Muon", "AdamW", 0.1), lower("MARS-AdamW", "AdamW")),
@@ -238,9 +240,8 @@ def tiny_batch() -> Study:
 
 
 def tiny_search() -> Study:
-    muon = Arm(label="Muon", optimizer="muon", lr=3.2e-2)
     mars_m = Arm(label="MARS-M", optimizer="mars-m", lr=3.2e-2)
-    return search("tiny-search", gpt_tiny, 5e-3, muon, mars_m, TINY)
+    return search("tiny-search", gpt_tiny, 5e-3, muon(3.2e-2), mars_m, TINY)
 
 
 def tiny_length() -> Study:

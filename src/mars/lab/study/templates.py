@@ -33,21 +33,33 @@ def mars_adamw(label: str, lr: float, changes: Changes | None = None, **options:
     return Arm(label=label, optimizer="mars-adamw", lr=lr, changes={**own, **(changes or {})})
 
 
+def muon(lr: float) -> Arm:
+    """The laboratory's Muon, scaled to the size of AdamW's steps, which is not torch's default."""
+    return Arm(label="Muon", shown="Muon, Moonlight's scale", optimizer="muon", lr=lr)
+
+
 def muon_original(lr: float, lr_1d: float | None = None) -> Arm:
-    """Muon scaled by √max(1, rows/cols) as MARS-Shampoo is, not to the size of AdamW's steps.
+    """Muon scaled by √max(1, rows/cols) as MARS-Shampoo is, by torch's default.
 
     ``lr_1d``: the rate of what is left to AdamW, in lr; by default the recipe's half.
     """
     own: dict[str, object] = {"options": {"adjust_lr_fn": "original"}}
-    label = ORIGINAL
+    more = ""
     if lr_1d is not None:
         own |= {"lr": 1.0, "lr_1d": lr_1d}
-        label += ", lr_1d = lr" if lr_1d == 1 else f", lr_1d = {lr_1d:g} lr"
-    return Arm(label=label, optimizer="muon", lr=lr, changes={"optimizer": own})
+        more = ", lr_1d = lr" if lr_1d == 1 else f", lr_1d = {lr_1d:g} lr"
+    return Arm(
+        label=ORIGINAL + more,
+        shown="Muon, torch's default scale" + more,
+        optimizer="muon",
+        lr=lr,
+        changes={"optimizer": own},
+    )
 
 
 def varied(arm: Arm, change: str, **own: object) -> Arm:
-    return dataclasses.replace(arm, label=f"{arm.label}, {change}", changes={"optimizer": own})
+    label, shown = (f"{name}, {change}" for name in (arm.label, arm.name))
+    return dataclasses.replace(arm, label=label, shown=shown, changes={"optimizer": own})
 
 
 def _tables(gamma: float) -> dict[str, str]:
@@ -153,7 +165,7 @@ def batch(
 
 
 def search(
-    name: str, base: Base, lr: float, muon: Arm, matrix: Arm, what: str, *more: Arm
+    name: str, base: Base, lr: float, theirs: Arm, matrix: Arm, what: str, *more: Arm
 ) -> Study:
     """Which setting of the family beats the best baseline of either kind?
 
@@ -163,7 +175,7 @@ def search(
     adamw, raw = "AdamW", {"second_moment": "raw"}
     arms = (
         Arm(label=adamw, optimizer="adamw", lr=lr),
-        muon,
+        theirs,
         matrix,
         varied(matrix, "tables by MARS-AdamW", options=_tables(0.025)),
         varied(matrix, "tables by MARS-AdamW, γ = 0.1", options=_tables(0.1)),
@@ -186,7 +198,7 @@ def search(
         arms=arms,
         comparisons=(
             *(lower(a.label, adamw, 0.03) for a in arms if a.optimizer == "mars-adamw"),
-            *(lower(a.label, muon.label, 0.01) for a in arms if a.optimizer == matrix.optimizer),
+            *(lower(a.label, theirs.label, 0.01) for a in arms if a.optimizer == matrix.optimizer),
         ),
     )
 
@@ -194,15 +206,15 @@ def search(
 def scale(name: str, base: Base, lr: float, original: float, what: str, by: float) -> Study:
     """What is between the matrix types: the scale, other rates beside it, or the correction?
 
-    Moonlight's scale gives a hidden step an RMS of lr/5, the original one of lr/√cols or less.
-    Both leave AdamW half of lr for tables and vectors: beside the same hidden step the original's
-    move faster, at these widths two to five times.
+    Moonlight's scale gives a hidden step an RMS of lr/5, torch's default of lr/√cols or less. Both
+    leave AdamW half of lr for tables and vectors: beside the same hidden step the latter's move
+    faster, at these widths two to five times.
     """
-    muon = Arm(label="Muon", optimizer="muon", lr=lr)
+    theirs = muon(lr)
     mars_m = Arm(label="MARS-M", optimizer="mars-m", lr=lr)
     shampoo = Arm(label="MARS-Shampoo", optimizer="mars-shampoo", lr=original)
     muon_faster, mars_m_faster = (
-        varied(arm, "lr_1d = 2 lr", lr=1.0, lr_1d=2.0) for arm in (muon, mars_m)
+        varied(arm, "lr_1d = 2 lr", lr=1.0, lr_1d=2.0) for arm in (theirs, mars_m)
     )
     original_faster = muon_original(original, lr_1d=1.0)
     shampoo_faster = varied(shampoo, "lr_1d = lr", lr=1.0, lr_1d=1.0)
@@ -214,11 +226,11 @@ def scale(name: str, base: Base, lr: float, original: float, what: str, by: floa
         question=f"{what}: is it the scale, the rate of tables or the correction that makes "
         "MARS-Shampoo, MARS-M and Muon differ?",
         prediction="The rate of tables: faster ones lower the loss of Muon and MARS-M to that of "
-        "the original scale. The correction adds nothing to a matrix type, and lowers "
+        "torch's default scale. The correction adds nothing to a matrix type, and lowers "
         "the loss where it trains the tables: below a Muon whose tables have their best rate.",
         base=base,
         arms=(
-            muon,
+            theirs,
             muon_faster,
             muon_original(original),
             original_faster,
@@ -230,9 +242,9 @@ def scale(name: str, base: Base, lr: float, original: float, what: str, by: floa
             corrected,
         ),
         comparisons=(
-            lower(muon_faster.label, muon.label),
+            lower(muon_faster.label, theirs.label),
             within(muon_faster.label, ORIGINAL, by),
-            within(mars_m.label, muon.label, by),
+            within(mars_m.label, theirs.label, by),
             within(mars_m_faster.label, muon_faster.label, by),
             within(shampoo.label, ORIGINAL, by),
             within(original_faster.label, ORIGINAL, by),

@@ -27,7 +27,7 @@ class Row:
 
     ladder: Ladder
     loss: Spread | None
-    baseline: str | None = None
+    baseline: str | None = None  # its name
     difference: Difference | None = None
     tokens_ratio: float | None = None  # to the baseline's final loss, of the baseline's own
     time_ratio: float | None = None
@@ -116,7 +116,7 @@ def _row(
     timed = steps is not None and label in times and base in times
     return replace(
         row,
-        baseline=base,
+        baseline=found[base].arm.name,
         difference=paired(_finals(own), _finals(theirs)),
         tokens_ratio=_ratio(own, theirs, "tokens", target),
         time_ratio=steps * times[label].step / times[base].step if steps and timed else None,
@@ -174,7 +174,7 @@ def cells(row: Row) -> tuple[str, ...]:
         ratio = f"{row.variance_ratio:.2f}"
         ratio += "" if row.independent is None else f" ({row.independent:.2f} if independent)"
     return (
-        ladder.arm.label, rate, str(0 if loss is None else loss.n),
+        ladder.arm.name, rate, str(0 if loss is None else loss.n),
         "–" if loss is None else units.loss(loss.mean) + spread_, row.baseline or "–", gap,
         _share(row, row.tokens_ratio), _share(row, row.time_ratio),
         units.seconds(None if row.time is None else row.time.step), ratio,
@@ -185,7 +185,7 @@ def _share(row: Row, value: float | None) -> str:
     return "–" if row.difference is None or value is None else f"{value:.0%}"
 
 
-def sentence(j: Judged) -> str:
+def sentence(j: Judged, study: Study) -> str:
     """One comparison."""
     d, said = j.difference, ""
     if d is not None and d.low is not None and d.high is not None:
@@ -197,7 +197,8 @@ def sentence(j: Judged) -> str:
             interval = f"{units.signed(d.low)} to {units.signed(d.high)}"
             said = f" (difference {units.signed(d.mean)}, 95 % interval {interval}, {seeds})"
     why = f": {j.why}" if j.why else ""
-    return f"{j.comparison} — {j.state.upper() if j.settled else j.state}{said}{why}."
+    claim = j.comparison.named(study)
+    return f"{claim} — {j.state.upper() if j.settled else j.state}{said}{why}."
 
 
 def _table(v: Verdict) -> list[tuple[str, ...]]:
@@ -212,7 +213,7 @@ def terminal(v: Verdict, room: int | None = None) -> str:
     lines = [fit.fold(f"{v.study.name}: {v.study.question}", room), f"{v.count}", ""]
     for rows in fit.blocks(_table(v), room):
         lines += [fit.aligned(rows), ""]
-    return "\n".join([*lines, *(fit.fold(sentence(j), room) for j in v.judged)])
+    return "\n".join([*lines, *(fit.fold(sentence(j, v.study), room) for j in v.judged)])
 
 
 def markdown(v: Verdict) -> str:
@@ -226,7 +227,7 @@ def markdown(v: Verdict) -> str:
     lines = [
         f"# {v.study.name}", "", f"**{v.study.question}**", "",
         f"Predicted: {v.study.prediction}", "",
-        *(f"- {sentence(j)}" for j in v.judged), "",
+        *(f"- {sentence(j, v.study)}" for j in v.judged), "",
         *table, "",
         "Loss: final validation loss at the best rate, mean ± standard deviation over seeds. "
         "Difference: paired by seed (same initial weights, same batches). Tokens, time: to the "
@@ -235,7 +236,9 @@ def markdown(v: Verdict) -> str:
         f"{v.count}.", "",
     ]  # fmt: skip
     if diverged:
-        said = ", ".join(f"{r.arm} at {units.rate(r.lr)} (seed {r.seed})" for r in diverged)
+        said = ", ".join(
+            f"{v.study.arm(r.arm).name} at {units.rate(r.lr)} (seed {r.seed})" for r in diverged
+        )
         lines += [f"Diverged: {said}.", ""]
     lines += ["Made with " + "; ".join(made) + "." if made else "Nothing has been run.", ""]
     return "\n".join(lines)
