@@ -110,6 +110,20 @@ def test_other_code_is_refused_with_counts_unless_declared_the_same(tmp_path: Pa
         prints.check(of, mixed, tmp_path, HERE)
 
 
+def test_studies_may_share_what_is_declared_the_same(tmp_path: Path) -> None:
+    own, shared = tmp_path / "own", tmp_path / "shared.json"
+    own.mkdir()
+    (own / prints.EQUIVALENTS).write_text(json.dumps(["../shared.json"]))
+    with pytest.raises(LabError, match=r"shared\.json: it must be a list"):
+        prints.equivalents(own)
+    entry = {"part": "code", "same": ["0123", "feed"], "reason": "a docstring"}
+    shared.write_text(json.dumps([entry]))
+    assert prints.equivalents(own) == [entry]
+    shared.write_text(json.dumps(["shared.json"]))  # itself
+    with pytest.raises(LabError, match=r"shared\.json"):
+        prints.equivalents(own)
+
+
 @pytest.mark.parametrize("part", list(prints.PARTS))
 def test_every_part_counts(tmp_path: Path, part: str) -> None:
     of = study()

@@ -88,20 +88,27 @@ def of_arm(study: Study, arm: Arm) -> str:
 def equivalents(directory: Path) -> list[dict[str, Any]]:
     """What somebody has declared to be the same, and why."""
     path = directory / EQUIVALENTS
-    if not path.exists():
-        return []
+    return _declared(path) if path.exists() else []
+
+
+def _declared(path: Path) -> list[dict[str, Any]]:
+    """The entries of a file, and of those that it names beside them: studies may share one."""
+    found: list[dict[str, Any]] = []
     try:
-        found = json.loads(path.read_text())
-        for entry in found:
+        for entry in json.loads(path.read_text()):
+            if isinstance(entry, str):
+                found += _declared(path.parent / entry)
+                continue
             good = entry["part"] in PARTS and all(isinstance(v, str) for v in entry["same"])
             if not good or not str(entry["reason"]).strip():
                 raise ValueError
-    except (OSError, ValueError, KeyError, TypeError):
+            found.append(entry)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise LabError(
-            f'{path}: it must be a list of {{"part": "code", "same": ["…", "…"], "reason": "…"}}; '
-            f"parts are {', '.join(PARTS)}"
+            f'{path}: it must be a list of {{"part": "code", "same": ["…", "…"], "reason": "…"}}, '
+            f"or of names of such files; parts are {', '.join(PARTS)}"
         ) from None
-    return list(found)
+    return found
 
 
 def _canonical(part: str, value: str, declared: Sequence[dict[str, Any]]) -> str:
