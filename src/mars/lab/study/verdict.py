@@ -15,6 +15,7 @@ from mars.lab.report.statistics import Difference, Spread, first_reach, paired, 
 from mars.lab.session import DIAGNOSED
 from mars.lab.study.choice import Ladder, ladders
 from mars.lab.study.definition import Study
+from mars.lab.study.fingerprint import PARTS
 from mars.lab.study.judge import Judged, judge
 from mars.lab.study.planner import wanted
 from mars.lab.study.results import Result
@@ -221,8 +222,8 @@ def markdown(v: Verdict) -> str:
     rows = _table(v)
     marks = ["---"] * len(rows[0])
     table = [f"| {' | '.join(row)} |" for row in (rows[0], tuple(marks), *rows[1:])]
-    prints = {tuple(sorted(r.fingerprint.items())) for r in v.results}
-    made = sorted({", ".join(f"{k} {x}" for k, x in p if k != "arm") for p in prints})
+    made = {k: sorted({r.fingerprint[k] for r in v.results if k in r.fingerprint}) for k in PARTS}
+    said = "; ".join(f"{part} {', '.join(own)}" for part, own in made.items() if own)
     diverged = [r for r in v.results if r.status == "diverged"]
     lines = [
         f"# {v.study.name}", "", f"**{v.study.question}**", "",
@@ -236,9 +237,10 @@ def markdown(v: Verdict) -> str:
         f"{v.count}.", "",
     ]  # fmt: skip
     if diverged:
-        said = ", ".join(
+        which = ", ".join(
             f"{v.study.arm(r.arm).name} at {units.rate(r.lr)} (seed {r.seed})" for r in diverged
         )
-        lines += [f"Diverged: {said}.", ""]
-    lines += ["Made with " + "; ".join(made) + "." if made else "Nothing has been run.", ""]
+        lines += [f"Diverged: {which}.", ""]
+    where = f"Runs: [results.jsonl](results.jsonl), made with {said}."
+    lines += [where if v.results else "Nothing has been run.", ""]
     return "\n".join(lines)
