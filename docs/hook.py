@@ -1,4 +1,7 @@
-"""What Markdown cannot say of the site: links that leave docs/ are text there, figures do not wrap.
+"""What Markdown cannot say of the site.
+
+Links that leave docs/ are text there, figures do not wrap, a picture leads to itself, and
+a page without sections has no list of them.
 
 Links out of docs/ lead somewhere in a checkout, but not on the site.
 """
@@ -14,11 +17,16 @@ HERE = {"README.md#the-result-so-far": "results.md"}
 
 # A cell that is a figure, with a spread, an interval or a unit, and no sentence.
 FIGURE = re.compile(r"<td(?P<how>[^>]*)>(?P<text>[−+≈]?\d[^<]{,28})</td>")
+# A picture by itself: on a phone one has to open it to read it.
+PICTURE = re.compile(r'<p>(?P<image><img [^>]*src="(?P<where>[^"]+)"[^>]*>)</p>')
 
 
-def on_page_content(html: str, **_: Any) -> str:
+def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Called by MkDocs with each page after it is rendered."""
-    return FIGURE.sub(r'<td class="figure"\g<how>>\g<text></td>', html)
+    if not any(title.children for title in page.toc):  # a page of one table has the room of two
+        page.meta.setdefault("hide", ["toc"])
+    html = FIGURE.sub(r'<td class="figure"\g<how>>\g<text></td>', html)
+    return PICTURE.sub(r'<p><a href="\g<where>">\g<image></a></p>', html)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
