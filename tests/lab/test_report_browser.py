@@ -129,6 +129,19 @@ def test_every_page_opens_cleanly(
     assert page.js(bad) == []
 
 
+def test_a_long_name_leaves_room_for_figures_on_a_phone(
+    browser: Any, pages: dict[str, Path]
+) -> None:
+    """The column of names stays in view while the table scrolls."""
+    page = Page(browser, pages["odd"], width=390)
+    names = page.js(
+        "return [...document.querySelectorAll('.result tbody th')]"
+        ".map(e => e.getBoundingClientRect().width)"
+    )
+    assert names
+    assert max(names) < 390 / 2
+
+
 def test_a_click_in_the_legend_hides_and_a_double_click_isolates(
     browser: Any, pages: dict[str, Path]
 ) -> None:
