@@ -88,24 +88,20 @@ def by_rate(axes: Any, ladder: Ladder, color: str) -> None:
 
 def cut(axes: Any, found: Sequence[Ladder]) -> None:
     """Keep rates at which nothing was learned from flattening the others: they stand at the top."""
-    rates = {
-        own.arm.label: {lr: fmean(x.values()) for lr, x in own.losses.items()} for own in found
-    }
-    losses = sorted(x for own in rates.values() for x in own.values() if x < float("inf"))
+    points = [(fmean(own.losses[lr].values()), lr, own) for own in found for lr in own.losses]
+    losses = sorted(loss for loss, *_ in points if loss < float("inf"))
     low, usual = losses[0], losses[3 * len(losses) // 4] - losses[0]
     if losses[-1] - low <= CLIFF * usual:
         return
     top = low + 2 * usual
     axes.set_ylim(low - 0.1 * usual, top)
-    over = sorted(
-        (x, lr, label) for label, own in rates.items() for lr, x in own.items() if x > top
-    )
-    for place, (x, lr, label) in enumerate(over):
-        beside = max((r for r in rates[label] if r < lr), default=lr)  # left of the line up there
+    over = sorted((point for point in points if point[0] > top), key=lambda point: point[0])
+    for place, (loss, lr, own) in enumerate(over):
+        beside = max((r for r in own.losses if r < lr), default=lr)  # left of the line up there
         axes.annotate(
-            f"{named(label)} at {units.rate(lr)}: {x:.2f}",
+            f"{own.arm.name} at {units.rate(lr)}: {loss:.2f}",
             (beside, top - (0.02 + 0.1 * place) * usual),
-            color=color_of(label, "#444444"), ha="right", va="top", fontsize=8,
+            color=color_of(own.arm.label, "#444444"), ha="right", va="top", fontsize=8,
         )  # fmt: skip
 
 
