@@ -67,7 +67,11 @@ def test_what_commands_print(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").symlink_to(RESULTS.parent)
     if words[0] == "study":
-        shutil.copytree(RESULTS / words[1], tmp_path / words[1])
+        out = tmp_path / "results"
+        shutil.copytree(RESULTS / words[1], out / words[1])
+        for path in RESULTS.glob("equivalents-*.json"):  # which the study's own may name
+            shutil.copy(path, out)
+        monkeypatch.chdir(out)
     monkeypatch.setenv("COLUMNS", "80")
     assert main(words) == 0
     wide = capsys.readouterr().out  # as in a pipe or a file

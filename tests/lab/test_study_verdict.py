@@ -114,7 +114,7 @@ def test_studies_may_share_what_is_declared_the_same(tmp_path: Path) -> None:
     own, shared = tmp_path / "own", tmp_path / "shared.json"
     own.mkdir()
     (own / prints.EQUIVALENTS).write_text(json.dumps(["../shared.json"]))
-    with pytest.raises(LabError, match=r"shared\.json: it must be a list"):
+    with pytest.raises(LabError, match=r"names \.\./shared\.json, which is not there: copy it, too"):
         prints.equivalents(own)
     entry = {"part": "code", "same": ["0123", "feed"], "reason": "a docstring"}
     shared.write_text(json.dumps([entry]))

@@ -97,6 +97,8 @@ def _declared(path: Path) -> list[dict[str, Any]]:
     try:
         for entry in json.loads(path.read_text()):
             if isinstance(entry, str):
+                if not (path.parent / entry).exists():
+                    raise LabError(f"{path} names {entry}, which is not there: copy it, too")
                 found += _declared(path.parent / entry)
                 continue
             good = entry["part"] in PARTS and all(isinstance(v, str) for v in entry["same"])
