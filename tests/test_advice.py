@@ -39,10 +39,68 @@ def test_a_decay_that_is_for_matrices_alone(
     optimizer = MARS(
         [*groups, {"params": [nn.Parameter(torch.ones(3))], **own}], lr_1d=1e-2, **given
     )
-    expected = ["weight_decay=0.01 is for matrices. 1 tensors that are none"] if told else []
-    found = [text for text in caplog.messages if "is for matrices. 1" in text]
-    assert [text[: len(expected[0])] for text in found] == expected
+    expected = "weight_decay=0.01 is for what MARS trains. What AdamW trains (1 tensors here"
+    assert [text[: len(expected)] for text in caplog.messages] == [expected] * told
     assert optimizer.defaults["weight_decay_1d"] == 0.1
+
+
+ROUTED = nn.ModuleDict({"wte": nn.Embedding(5, 4), "up": nn.Linear(4, 4)})
+
+
+@pytest.mark.parametrize("kind", ["mars-adamw", "mars-shampoo"])
+@pytest.mark.parametrize(
+    ("routing", "given", "told"),
+    [
+        ({}, {"weight_decay": 0.01}, True),
+        ({"weight_decay": 0.01}, {}, True),
+        ({}, {"weight_decay": 0.1}, False),
+        ({}, {"weight_decay": 0.01, "weight_decay_1d": 0.01}, False),
+        ({"weight_decay_1d": 0.01}, {"weight_decay": 0.01}, False),
+        ({"embeddings": "no-decay", "vectors": "no-decay"}, {"weight_decay": 0.01}, False),
+        ({"vectors": {"weight_decay": 0.01}, "embeddings": "mars"}, {"weight_decay": 0.01}, False),
+    ],
+)
+def test_a_decay_that_is_not_that_of_what_is_routed_to_adamw(
+    kind: str, routing: dict, given: dict, told: bool, caplog: Log
+) -> None:
+    """The way of the README was the only one without a word."""
+    MARS(mars.param_groups(ROUTED, mars_type=kind, **routing), **given)
+    found = [text for text in caplog.messages if "decays by weight_decay_1d, 0.1 by" in text]
+    assert len(found) == told
+
+
+def test_a_rate_that_is_not_that_of_what_is_routed_to_adamw(caplog: Log) -> None:
+    groups = mars.param_groups(ROUTED, mars_type="mars-m")
+    MARS(groups, lr=8e-3)
+    MARS(groups, lr=1e-4, lr_1d=1e-4)
+    MARS([{"params": [nn.Parameter(torch.ones(2))], "mars_type": "plain-adamw"}], lr=1e-4)
+    assert caplog.messages == []
+    MARS(groups, lr=1e-4)
+    assert "The rate of what AdamW trains (2 tensors" in caplog.text
+    assert "lr_1d=0.003, 30 times more" in caplog.text
+
+
+def test_a_rate_of_a_group_that_has_no_matrix(caplog: Log) -> None:
+    """Written for AdamW, where it would be the rate of its tensors."""
+    weight, bias = nn.Linear(4, 4).parameters()
+    for lr_1d, own in ((1e-2, {}), (3e-3, {"lr_1d": 2e-3}), (3e-3, {"optimize_1d": True})):
+        MARS([{"params": [weight]}, {"params": [bias], "lr": 2e-3, **own}], lr=1e-2, lr_1d=lr_1d)
+    MARS([{"params": [weight, bias], "lr": 2e-3}], lr=5e-3)
+    assert caplog.messages == []
+    MARS([{"params": [weight], "lr": 1e-3}, {"params": [bias], "lr": 2e-3}], lr=5e-3)
+    (text,) = caplog.messages
+    assert text.startswith("lr=0.002 of group 1, which has no matrix, is not the rate")
+    assert "lr_1d=0.003 in proportion, 0.0012" in text
+
+
+def test_tables_whose_names_say_nothing(caplog: Log) -> None:
+    tall, hidden = (nn.Parameter(torch.zeros(n, 8)) for n in (2000, 64))
+    MARS([hidden], mars_type="mars-m")
+    MARS([tall])
+    MARS(mars.param_groups([("a", hidden), ("b", tall)], mars_type="mars-m"))
+    assert caplog.messages == []
+    MARS([hidden, tall], mars_type="mars-shampoo")
+    assert "a tensor of shape (2000, 8): by its name or shape an embedding or a head" in caplog.text
 
 
 @pytest.mark.parametrize("matrix", [False, True])

@@ -132,7 +132,7 @@ def test_a_small_lr_beside_the_default_lr_1d_is_pointed_out(
     MARS([weight(), nn.Parameter(torch.ones(3))], lr=2e-3)
     assert not caplog.records
     MARS([weight(), nn.Parameter(torch.ones(3))], lr=1e-5)
-    assert "lr=1e-05 is for matrices. 1 tensors" in caplog.text
+    assert "lr=1e-05 is for what MARS trains. The rate of what AdamW trains (1 t" in caplog.text
     assert "lr_1d=0.003, 300 times more" in caplog.text
 
 
@@ -181,7 +181,7 @@ def test_embeddings_known_by_name_are_not_orthogonalised_without_a_word(
     MARS(mars.param_groups(model, mars_type="mars-m"), lr_1d=1e-3)
     assert not caplog.records
     MARS.from_adamw(torch.optim.AdamW(model.named_parameters()), mars_type="mars-m")
-    assert "wte.weight: by its name an embedding" in caplog.text
+    assert "wte.weight: by its name or shape an embedding" in caplog.text
 
 
 @pytest.mark.parametrize(

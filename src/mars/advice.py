@@ -10,46 +10,54 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
 
 from mars.groups import is_table
-from mars.options import SMALLEST_BASE_LR, as_float
+from mars.options import SMALLEST_BASE_LR, as_float, ratio_1d
 from mars.rule import KINDS
 from mars.state import kind_of
 
 logger = logging.getLogger("mars")
 
 DEFAULT_LR_1D = 3e-3
+TALL = 10  # rows over columns of what is a table, if nobody says what it is
 
 
 def warn(groups: Sequence[dict[str, Any]], lr: float, lr_1d: float, weight_decay: Any) -> None:
     """Say what of this a new optimizer has."""
-    _warn_about_vectors(groups, lr, lr_1d)
+    _warn_about_rates(groups, lr, lr_1d)
     _warn_about_decay(groups, weight_decay)
     _warn_about_flat_tensors(groups)
     _warn_about_tables(groups)
     _warn_about_more_dimensions(groups)
 
 
-def _warn_about_vectors(groups: Sequence[dict[str, Any]], lr: float, lr_1d: float) -> None:
+def _warn_about_rates(groups: Sequence[dict[str, Any]], lr: float, lr_1d: float) -> None:
     """A small lr beside the default lr_1d is a trap: most people mean both."""
-    vectors = sum(len(_vectors(group)) for group in groups if group["lr_1d"] == lr_1d)
-    if vectors and lr <= SMALLEST_BASE_LR:
+    own = [group for group in groups if group["lr_1d"] == lr_1d]
+    count = sum(len(_adamws(group)) for group in own)
+    theirs = "what AdamW trains (%d tensors: biases, norms, what is routed to it)"
+    if count and lr <= SMALLEST_BASE_LR:
         logger.warning(
-            "lr_1d=%g is kept as a ratio to lr, which is %g: %d tensors that are no matrices will "
-            "be trained at whatever lr becomes. Begin with the lr that a scheduler shall scale",
-            lr_1d, lr, vectors,
+            f"lr_1d=%g is kept as a ratio to lr, which is %g: {theirs} will be trained at whatever "
+            "lr becomes. Begin with the lr that a scheduler shall scale", lr_1d, lr, count,
         )  # fmt: skip
-    elif vectors and lr_1d == DEFAULT_LR_1D and lr < lr_1d / 2:
+    elif count and lr_1d == DEFAULT_LR_1D and lr < lr_1d / 2:
         logger.warning(
-            "lr=%g is for matrices. %d tensors that are none (biases, norms, convolutions) are "
-            "trained by AdamW at lr_1d=%g, %.3g times more: set lr_1d, or use MARS.from_adamw",
-            lr, vectors, lr_1d, lr_1d / lr,
+            f"lr=%g is for what MARS trains. The rate of {theirs} is lr_1d=%g, %.3g times more: "
+            "set lr_1d, or use MARS.from_adamw", lr, count, lr_1d, lr_1d / lr,
         )  # fmt: skip
-    elif vectors and lr_1d == DEFAULT_LR_1D and lr > lr_1d * 100:
+    elif count and lr_1d == DEFAULT_LR_1D and lr > lr_1d * 100:
         logger.warning(
-            "lr=%g is for matrices. %d tensors that are none (biases, norms, convolutions) are "
-            "trained by AdamW at lr_1d=%g, and whatever lowers lr lowers that as well: set "
-            "lr_1d=%g too if a schedule brings lr down from there",
-            lr, vectors, lr_1d, lr,
+            f"lr=%g is for what MARS trains. The rate of {theirs} is lr_1d=%g, and whatever lowers "
+            "lr lowers that as well: set lr_1d=%g too if a schedule brings lr down from there",
+            lr, count, lr_1d, lr,
         )  # fmt: skip
+    for i, group in enumerate(own):
+        rate = as_float(group["lr"]) * ratio_1d(group)
+        if group["base_lr"] == lr != group["lr"] != rate and _all_adamws(group):
+            logger.warning(
+                "lr=%g of group %d, which has no matrix, is not the rate of its tensors: that is "
+                "lr_1d=%g in proportion, %g. Set lr_1d in the group",
+                as_float(group["lr"]), i, lr_1d, rate,
+            )  # fmt: skip
 
 
 def _warn_about_decay(groups: Sequence[dict[str, Any]], weight_decay: Any) -> None:
@@ -64,19 +72,21 @@ def _warn_about_decay(groups: Sequence[dict[str, Any]], weight_decay: Any) -> No
     )  # fmt: skip
 
 
-def warn_about_their_decay(group: dict[str, Any]) -> bool:
-    """A decay is that of matrices, and most people mean all tensors: told of a group that has no
-    ``weight_decay_1d`` of its own, nor from the constructor. Whether it was.
+def warn_about_their_decay(group: dict[str, Any], decay: Any) -> bool:
+    """A decay is that of matrices, and most people mean all tensors: told of a group whose tensors
+    AdamW trains and for which nobody has said ``weight_decay_1d``. Whether it was.
     """
-    own, theirs = group["weight_decay"], group["weight_decay_1d"]
-    vectors = [] if isinstance(own, Tensor) or own in (0, theirs) else _vectors(group)
-    if vectors:
+    routed = group["mars_type"] == "plain-adamw"
+    theirs = group["weight_decay" if routed else "weight_decay_1d"]
+    told = not isinstance(decay, Tensor) and decay not in (0, theirs)
+    count = len(group["params"] if routed else _vectors(group)) if told else 0
+    if count:
         logger.warning(
-            "weight_decay=%g is for matrices. %d tensors that are none (biases, norms, "
-            "convolutions) decay by weight_decay_1d, %g by default: set that too if you meant both",
-            own, len(vectors), theirs,
+            "weight_decay=%g is for what MARS trains. What AdamW trains (%d tensors here: biases, "
+            "norms, what is routed to it) decays by weight_decay_1d, %g by default: set that too "
+            "if you meant both", decay, count, theirs,
         )  # fmt: skip
-    return bool(vectors)
+    return bool(count)
 
 
 def _warn_about_flat_tensors(groups: Sequence[dict[str, Any]]) -> None:
@@ -87,8 +97,8 @@ def _warn_about_flat_tensors(groups: Sequence[dict[str, Any]]) -> None:
     flat = not any(p.ndim > 1 or isinstance(p, UninitializedParameter) for p in every)
     if asked and flat:
         logger.warning(
-            "no parameter is a matrix, so that AdamW trains all of them. If the model is wrapped "
-            "by FSDP1 or DeepSpeed, which flatten parameters: MARS needs FSDP2 (fully_shard)"
+            "no parameter is a matrix, so that AdamW trains all of them. If these were matrices: "
+            "FSDP1 and DeepSpeed flatten them, and MARS needs FSDP2 (fully_shard)"
         )
 
 
@@ -116,17 +126,35 @@ def _vectors(group: dict[str, Any]) -> list[Tensor]:
     return [p for p in group["params"] if kind_of(p, group) != group["mars_type"]]
 
 
+def _adamws(group: dict[str, Any]) -> list[Tensor]:
+    """What AdamW trains at lr_1d: no matrices, and what is routed to it."""
+    routed = group["mars_type"] == "plain-adamw" and group["lr_1d"] != group["lr"]
+    return group["params"] if routed else _vectors(group)
+
+
+def _all_adamws(group: dict[str, Any]) -> bool:
+    return bool(group["params"]) and len(_vectors(group)) == len(group["params"])
+
+
 def _warn_about_tables(groups: Sequence[dict[str, Any]]) -> None:
     """Orthogonal steps are for hidden matrices; where names are known, so is what is none."""
-    found = [
-        name
-        for group in groups
-        if "name" not in group  # else param_groups has asked
-        for name, p in zip(group.get("param_names", ()), group["params"], strict=False)
-        if KINDS[kind_of(p, group)].matrix and is_table(name, p)
-    ]
+    found = []
+    for group in groups:
+        if "name" in group:
+            continue  # param_groups has asked
+        names = group.get("param_names", [""] * len(group["params"]))
+        for name, p in zip(names, group["params"], strict=True):
+            if KINDS[kind_of(p, group)].matrix and (is_table(name, p) or _tall(p)):
+                found.append(name or f"a tensor of shape {tuple(p.shape)}")
     if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         logger.warning(
-            "%s: by its name an embedding, whose rows an orthogonal step would mix. "
-            "mars.param_groups leaves embeddings and the head to AdamW", ", ".join(found[:3]),
+            "%s%s: by its name or shape an embedding or a head, whose rows an orthogonal step "
+            "would mix. mars.param_groups leaves embeddings and the head to AdamW",
+            ", ".join(found[:3]), more,
         )  # fmt: skip
+
+
+def _tall(p: Tensor) -> bool:
+    """A row a token; hidden matrices are not that far from square."""
+    return p.ndim == 2 and p.shape[0] >= max(TALL * p.shape[1], 1000)

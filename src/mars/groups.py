@@ -32,8 +32,10 @@ ADAMW_OPTIONS = {"betas": "betas_1d", "weight_decay": "weight_decay_1d"}
 # Options that decide the routing, with the defaults of MARS.
 ROUTED_BY = {"mars_type": "mars-adamw", "matrix_rule": "2d", "optimize_1d": False}
 
+# Whole names: "time_emb_proj" and "linear_pos" are layers like others.
 _EMBEDDING = re.compile(
-    r"(^|[._])(wte|wpe|emb|pos|(tok|pos)?_?embed\w*|cls_token|bias_table|A_log)([._]|$)"
+    r"(^|[._])(wte|wpe|emb|(tok|pos)?embed\w*(?<!proj)|cls_token|bias_table|A_log)(\.|$)"
+    r"|(^|\.)pos(\.|$)"
 )
 _PATCHES = re.compile(r"(^|[._])patch_?embed")
 _HEAD = re.compile(r"(^|\.)(lm_head|head|heads|classifier|score|embed_out)(\.|$)|^(fc|output)\.")
@@ -200,7 +202,7 @@ def param_groups(
     groups = ParamGroups()
     for role, pairs in members.items():
         own = _options(destinations[role], mars_type, options)
-        given = {**routed, "lr": own.get("lr")}
+        given = {**routed, "lr": own.get("lr"), "weight_decay": options.get("weight_decay")}
         groups += [{"params": pairs, "name": role, "routed": given, **own}] if pairs else []
     for i, (pattern, _) in enumerate(routes):
         if not any(role.startswith(f"route {i}:") for role in members):

@@ -179,7 +179,12 @@ class MARS(Optimizer):
         differentiable = group.get("differentiable", self.defaults["differentiable"])
         if differentiable and not self.defaults["differentiable"]:
             raise ValueError("a group can be differentiable only if the whole optimizer is")
-        unsaid_decay = "weight_decay_1d" not in group and getattr(self, "_unsaid_decay", False)
+        unsaid_decay = getattr(self, "_unsaid_decay", False) and "weight_decay_1d" not in group
+        decay = group.get("weight_decay", self.defaults["weight_decay"])
+        if "routed" in param_group:  # to AdamW, perhaps: who gave a decay meant these tensors
+            unsaid_decay = unsaid_decay and "weight_decay" not in param_group
+            decay = param_group["routed"]["weight_decay"]
+            decay = self.defaults["weight_decay"] if decay is None else decay
         if group.get("weight_decay", 1.0) == 0.0:
             group.setdefault("weight_decay_1d", 0.0)
         own_rate = group.get("lr", self.defaults["lr"])
@@ -195,7 +200,7 @@ class MARS(Optimizer):
                 del self.param_groups[-1]
                 text = f"`fused=True` is not possible for a parameter: {reason}"
                 raise RuntimeError(f"{text}; fused=None takes what is fastest where it is")
-        if unsaid_decay and warn_about_their_decay(added):
+        if unsaid_decay and warn_about_their_decay(added, decay):
             self._unsaid_decay = False  # once is enough
 
     def __getstate__(self) -> dict[str, Any]:
@@ -222,7 +227,7 @@ class MARS(Optimizer):
                     self.state[p]["step"] = self._new_step(p, group, float(count))
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's. An empty tensor stands for a buffer that the next step will begin with."""
+        """As torch's, with the buffers that the next step will begin with."""
         return loading.save(self, super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
