@@ -443,6 +443,28 @@ def test_misuse_of_exact_mode_is_refused_in_a_compiled_step_too() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("engine", ["reference", "foreach", "cpu"])
+def test_a_compiled_step_counts_in_float64(engine: str) -> None:
+    """As torch.set_default_dtype has it: `t += 1` was lost there, and 0/0 was NaN."""
+    torch._dynamo.reset()
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        x, y = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+        one, other = (MARS([p], lr=1e-2, **choose(engine)) for p in (x, y))
+        step = torch.compile(one.step, backend="aot_eager")
+        for _ in range(2):
+            x.grad = torch.randn(4, 4)
+            y.grad = x.grad.clone()
+            step()
+            other.step()
+    finally:
+        torch.set_default_dtype(default)
+    assert float(one.state[x]["step"]) == 2
+    torch.testing.assert_close(x, y)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_grad_norm_is_that_of_the_last_step_compiled_or_not() -> None:
     torch._dynamo.reset()
     p = torch.zeros(4, 4, requires_grad=True)

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from choice import choose
 from mars import MARS
+from mars.engines import Batch, batch
 from mars.rule import formats
 
 
@@ -125,6 +127,40 @@ def test_a_checkpoint_keeps_the_format_and_continues_bit_for_bit(form: str) -> N
     for name, value in first.state[x].items():
         assert value.dtype == second.state[y][name].dtype
         assert torch.equal(value, second.state[y][name])
+
+
+@pytest.mark.parametrize("engine", ["reference", "foreach", "cpu"])
+@pytest.mark.parametrize("clip", ["tensor", "global", None])
+@pytest.mark.parametrize(("kind", "form"), [("mars-adamw", "bfloat16"), ("mars-lion", "8bit")])
+def test_some_tensors_are_decoded_at_a_time(
+    kind: str, form: str, clip: str | None, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once took more memory than the fewer bits save."""
+    sizes: list[int] = []
+    decode = Batch.widened
+
+    def seen(own: Batch) -> Batch:
+        sizes.append(sum(x.numel() for x in own.x))
+        return decode(own)
+
+    monkeypatch.setattr(Batch, "widened", seen)
+    ends = []
+    for room in (1 << 22, 100):
+        monkeypatch.setattr(batch, "DECODED", room)
+        sizes.clear()
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(n, 8)) for n in (3, 5, 40, 2, 7, 1)]
+        optimizer = MARS(
+            params, mars_type=kind, clip=clip, state_dtype=form, max_grad_norm=1.0, **choose(engine)
+        )
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        ends.append([x for p in params for x in (p, *optimizer.state[p].values())])
+        whole = sum(p.numel() for p in params)
+        assert max(sizes) == (whole if room > whole else 320)  # the largest tensor alone
+    assert all(map(torch.equal, *ends))
 
 
 def test_a_wrong_state_of_8_bits_is_refused() -> None:

@@ -246,6 +246,25 @@ def test_a_real_grad_scaler_leaves_it_to_the_step() -> None:
     assert all(torch.equal(x, k) for x, k in zip(xs, kept, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_advice_for_a_grad_scaler_helps() -> None:
+    """What torch's scaler leaves behind when a step raises must not make the next one raise."""
+    torch._dynamo.reset()
+    (x,) = make((4, 4))
+    optimizer = MARS([x], fused=True, lr=torch.tensor(1e-3))
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale((x * x).sum()).backward()
+    with pytest.raises(RuntimeError, match="use fused=False with it"):
+        scaler.step(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer.param_groups[0]["fused"] = False
+    scaler.scale((x * x).sum()).backward()
+    before = x.detach().clone()
+    scaler.step(optimizer)
+    assert not torch.equal(x, before)
+
+
 def test_consumed_gradients_that_were_clipped_are_the_last_gradients() -> None:
     options = {"max_grad_norm": 0.1, "clip": "tensor"}
     one, two, a, b = pair(

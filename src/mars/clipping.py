@@ -43,18 +43,16 @@ def _norms(batch: Batch, engine: str) -> Tensor:
     """Of c, one a tensor."""
     if batch.launch is not None:
         return batch.launch.norms(batch, corrected=True)  # type: ignore[no-any-return]
-    return torch.stack(NORMS[engine](batch))
+    if not batch.lean():
+        return torch.stack(NORMS[engine](batch))
+    parts = (batch.part(rows).widened() for rows in batch.portions())
+    return torch.stack([norm for part in parts for norm in NORMS[engine](part)])
 
 
 def _gradient_norms(batch: Batch) -> Tensor:
     if batch.launch is not None:
         return batch.launch.norms(batch, corrected=False)  # type: ignore[no-any-return]
-    return torch.stack(torch._foreach_norm([g.to(batch.m[0].dtype) for g in batch.g]))
-
-
-def _wide(batch: Batch) -> torch.dtype:
-    """What it is computed in; a fused batch may hold its moments in fewer bits."""
-    return torch.float32 if batch.launch is not None else batch.m[0].dtype
+    return torch.stack(torch._foreach_norm([g.to(batch.wide) for g in batch.g]))
 
 
 def clip_lengths(
@@ -78,9 +76,9 @@ def clip_lengths(
             lengths.append(None)
         elif b.k.clip == "global":
             assert total is not None
-            lengths.append(total.to(b.x[0].device, _wide(b)))
+            lengths.append(total.to(b.x[0].device, b.wide))
         else:
-            lengths.append(of[i].to(_wide(b)))
+            lengths.append(of[i].to(b.wide))
     return lengths
 
 
@@ -112,16 +110,15 @@ def clip_gradients(
     consumed: list[tuple[Tensor, Tensor]] = []
     for batch, engine in pairs:
         assert batch.max_grad_norm is not None
-        wide = _wide(batch)
         length = total.to(batch.x[0].device)
-        factor = (batch.max_grad_norm / (length + 1e-6)).clamp(max=1.0).to(wide)
+        factor = (batch.max_grad_norm / (length + 1e-6)).clamp(max=1.0).to(batch.wide)
         if batch.launch is not None:
             batch.launch.shrink(batch, factor)
             continue
         if engine == "cpu" and factor == 1.0:
             continue  # a CPU may ask, and saves a copy of all gradients
         taken = list(batch.g)
-        batch.g[:] = [g.to(wide) * factor for g in taken]
+        batch.g[:] = [g.to(batch.wide) * factor for g in taken]
         if batch.consume:
             consumed += zip(taken, batch.g, strict=True)
     for g, small in consumed:  # they will be the last gradients; no sooner: two may be one tensor

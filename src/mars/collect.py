@@ -25,7 +25,7 @@ from mars.dispatch import (
 from mars.engines import CELLS, COLUMNS, Batch, foreach
 from mars.plan import Plan
 from mars.rule import KINDS, matrix_shape
-from mars.sharding import Ranks, flops, is_cut
+from mars.sharding import Ranks, flops, here, is_cut
 from mars.state import consume_gradients, kind_of, needs_last_grad
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ def advance(optimizer: MARS, with_closure: bool) -> None:
     grad_scale = getattr(optimizer, "grad_scale", None)
     found_inf = getattr(optimizer, "found_inf", None)
     if (batches or (plan is not None and plan.outside)) and found_inf is not None:
+        for name in ("grad_scale", "found_inf"):  # the scaler would, if this did not raise
+            vars(optimizer).pop(name, None)
         raise RuntimeError(
             "a GradScaler left unscaling and skipping to the fused step, and this step is not "
             "all fused (it is compiled, captured, or changed since): use fused=False with it"
@@ -173,15 +175,22 @@ def _batches(
 
 
 def _part_gradients(optimizer: MARS) -> None:
-    """Parameters may have one tensor for a gradient; who consumes it needs one of its own."""
+    """Gradients may be one tensor, or lie in one place; who consumes it needs one of its own."""
     if not any(group["consume_grads"] for group in optimizer.param_groups):
         return
     pairs = _stepped(optimizer)
-    count = Counter(id(p.grad) for _, p in pairs)
-    for group, p in pairs:
-        if group["consume_grads"] and count[id(p.grad)] > 1:
-            count[id(p.grad)] -= 1
+    places = [_place(p.grad) for _, p in pairs if p.grad is not None]
+    count = Counter(places)
+    for (group, p), place in zip(pairs, places, strict=True):
+        if group["consume_grads"] and count[place] > 1:
+            count[place] -= 1
             p.grad = p.grad.clone()  # type: ignore[union-attr]
+
+
+def _place(g: Tensor) -> tuple[int, int]:
+    """Where its numbers begin; a fake tensor has this, too."""
+    own = here(g)
+    return own.untyped_storage()._cdata, int(own.storage_offset())
 
 
 def _other_engine(group: dict[str, Any], x: list[Tensor]) -> str:
@@ -199,21 +208,25 @@ def step_batches(optimizer: MARS, batches: list[tuple[Batch, str]], plan: Plan |
     groups, ranks, observer = optimizer.param_groups, optimizer._ranks, optimizer._observer
     outside = [] if plan is None else plan.outside
     batches = [*batches, *((b, "fused") for _, own in outside for b in own)]
-    wide = [(b.widened() if b.launch is None and b.lean() else b, name) for b, name in batches]
-    norm = clip_gradients(wide, groups, ranks)
+    norm = clip_gradients(batches, groups, ranks)
     if norm is not None:
         if optimizer._grad_norm is None:  # a rank without gradients of its own
             optimizer._grad_norm = torch.zeros_like(norm, dtype=torch.float32)
         optimizer._grad_norm.copy_(norm)
     elif optimizer._grad_norm is not None and not _norms(plan):
         optimizer._grad_norm.zero_()  # nothing that is clipped by it has a gradient
-    lengths = clip_lengths(wide, groups, ranks)
-    away = [_shared(optimizer, batch) for batch, _ in wide]
+    lengths = clip_lengths(batches, groups, ranks)
+    away = [_shared(optimizer, batch) for batch, _ in batches]
+    # Decoded as a whole where somebody else works on it, or looks on.
+    wide = [
+        b.widened() if (gone or observer is not None) and b.launch is None and b.lean() else b
+        for (b, _), gone in zip(batches, away, strict=True)
+    ]
     finish = None
     if observer is None and any(away):
-        travellers = [(wide[i][0], lengths[i]) for i, gone in enumerate(away) if gone]
+        travellers = [(wide[i], lengths[i]) for i, gone in enumerate(away) if gone]
         finish = _sent(travellers, ranks)
-    for (batch, name), clip_by, gone in zip(wide, lengths, away, strict=True):
+    for batch, (_, name), clip_by, gone in zip(wide, batches, lengths, away, strict=True):
         if gone and observer is None:
             continue
         if observer is not None:
@@ -222,6 +235,8 @@ def step_batches(optimizer: MARS, batches: list[tuple[Batch, str]], plan: Plan |
             _sent([(batch, clip_by)], ranks)()
         elif batch.launch is not None:
             batch.launch.clip(batch, clip_by)
+        elif batch.lean():
+            _step_lean(batch, name, clip_by)
         else:
             CELLS[name](batch, clip_by)
         if observer is not None:
@@ -230,9 +245,18 @@ def step_batches(optimizer: MARS, batches: list[tuple[Batch, str]], plan: Plan |
         launch.finish()
     if finish is not None:
         finish()
-    for (narrow, _), (batch, _) in zip(batches, wide, strict=True):
+    for (narrow, _), batch in zip(batches, wide, strict=True):
         if batch is not narrow:
             narrow.narrow(batch)
+
+
+def _step_lean(batch: Batch, name: str, length: Tensor | None) -> None:
+    """By an engine that knows wide buffers alone: some tensors are decoded at a time."""
+    for rows in batch.portions():
+        part = batch.part(rows)
+        wide = part.widened()
+        CELLS[name](wide, length[rows] if length is not None and length.ndim else length)
+        part.narrow(wide)
 
 
 def _norms(plan: Plan | None) -> bool:

@@ -116,9 +116,9 @@ class Plan:
         groups = optimizer.param_groups
         gradients = list(map(_grad, self.params))
         if self.consumes:
-            ids = [id(g) for g in map(_grad, self.everyone) if g is not None]
-            if len(set(ids)) < len(ids):
-                return False
+            held = [g for g in map(_grad, self.everyone) if g is not None and g.numel()]
+            if len(set(map(Tensor.data_ptr, self._here(held)))) < len(held):
+                return False  # two of them are one
         if (
             list(map(_structure, groups)) != self.structure
             or not _same(optimizer._all(), self.everyone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Protocol
@@ -14,6 +15,8 @@ from mars.rule.estimator import Scalar
 
 # The lists of a batch, in the order of a row: a tensor with its gradient, steps and buffers.
 COLUMNS = ("x", "g", "t", "m", "v", "v_max", "h", "m_exp", "v_exp", "h_exp", "low")
+
+DECODED = 1 << 22  # elements of tensors whose lean buffers are decoded at one time
 
 
 @dataclass
@@ -49,6 +52,11 @@ class Batch:
             if tensor is not None:
                 getattr(self, name).append(tensor)
 
+    @property
+    def wide(self) -> torch.dtype:
+        """What it is computed in, and what moments have that are not kept in fewer bits."""
+        return torch.float32 if self.low else self.x[0].dtype
+
     def part(self, rows: list[int]) -> Batch:
         """Some of the tensors."""
         lists = ((name, getattr(self, name)) for name in COLUMNS)
@@ -63,18 +71,26 @@ class Batch:
 
     def lean(self) -> bool:
         """Whether any buffer is kept in fewer bits than the arithmetic has."""
-        wide = torch.float32 if self.low else self.x[0].dtype
-        native = (self.m[0].dtype, self.v[0].dtype if self.v else wide) == (wide, wide)
-        return not native or bool(self.h and self.h[0].dtype != self.x[0].dtype)
+        moments = {self.m[0].dtype, self.v[0].dtype if self.v else self.wide}
+        return moments != {self.wide} or bool(self.h and self.h[0].dtype != self.x[0].dtype)
+
+    def portions(self) -> Iterator[list[int]]:
+        """Rows whose decoded buffers there is room for at one time: one, if it is a large one."""
+        rows: list[int] = []
+        for i, x in enumerate(self.x):
+            if rows and sum(self.x[row].numel() for row in rows) + x.numel() > DECODED:
+                yield rows
+                rows = []
+            rows.append(i)
+        yield rows
 
     def widened(self) -> Batch:
         """The same batch with lean buffers decoded, for engines that know only wide ones."""
-        wide = torch.float32 if self.low else self.x[0].dtype
         return replace(
             self,
-            m=[_wide(c, e, True).to(wide) for c, e in zip_longest(self.m, self.m_exp)],
-            v=[_wide(c, e, False).to(wide) for c, e in zip_longest(self.v, self.v_exp)],
-            h=[_wide(c, e, True).to(wide) for c, e in zip_longest(self.h, self.h_exp)],
+            m=[_wide(c, e, True).to(self.wide) for c, e in zip_longest(self.m, self.m_exp)],
+            v=[_wide(c, e, False).to(self.wide) for c, e in zip_longest(self.v, self.v_exp)],
+            h=[_wide(c, e, True).to(self.wide) for c, e in zip_longest(self.h, self.h_exp)],
         )
 
     def narrow(self, wide: Batch) -> None:

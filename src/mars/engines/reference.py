@@ -13,8 +13,7 @@ from mars.rule.update import Moments
 
 
 def step(batch: Batch, length: Tensor | None) -> None:
-    for count in batch.t:
-        count += 1
+    torch._foreach_add_(batch.t, 1)  # `t += 1` of a float64 is lost in a compiled step (torch 2.13)
     for i, t in enumerate(batch.steps()):
         x, g = batch.x[i], batch.g[i]
         low = batch.low[i] if batch.low else None
