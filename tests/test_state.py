@@ -7,10 +7,16 @@ import gc
 import io
 import math
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from choice import choose
 from mars import MARS
@@ -436,6 +442,24 @@ def test_consumed_gradients_are_clipped_once_whatever_they_are(how: str) -> None
     assert a.grad is None
 
 
+@pytest.mark.parametrize("engine", ["reference", "foreach", "cpu", "fused"])
+def test_gradients_that_lie_in_one_place_are_consumed_once_each(engine: str) -> None:
+    """Autograd hands one tensor to both sides of a sum; each side then has a view of its own."""
+    ends = []
+    for consume in (False, True):
+        torch.manual_seed(0)
+        a, b = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(2, 8))
+        options = {"consume_grads": consume, "max_grad_norm": 0.1, **choose(engine)}
+        optimizer = MARS([a, b], lr=1e-2, **options)
+        for scale in (10.0, 1.0, 10.0):
+            ((a.view(16) + b.view(16)) * torch.randn(16) * scale).sum().backward()
+            assert a.grad.data_ptr() == b.grad.data_ptr()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append((a, b))
+    torch.testing.assert_close(*ends)
+
+
 def test_a_maximum_that_nobody_kept_up_begins_anew() -> None:
     optimizer, p = stepped(steps=2, amsgrad=True)
     optimizer.param_groups[0]["amsgrad"] = False
@@ -471,7 +495,7 @@ def test_own_state_loads_whatever_was_switched_on_before_it_was_saved(
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     other.load_state_dict(torch.load(file, weights_only=True))
-    assert optimizer.state[p].keys() == other.state[q].keys()
+    assert other.state[q].keys() == optimizer.state_dict()["state"][0].keys()
     for one, x in ((optimizer, p), (other, q)):
         torch.manual_seed(0)
         x.grad = torch.randn(4, 3)
@@ -647,6 +671,54 @@ def test_an_empty_parameter_is_saved_after_an_option_was_switched_on(
     again = MARS([p])
     again.load_state_dict(optimizer.state_dict())
     again.step()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_distributed_checkpoint_after_an_option_was_switched_on(tmp_path: Path) -> None:
+    """Its reader compares shapes: an empty tensor in place of the buffer was refused."""
+    ends = []
+    model = nn.Linear(3, 4, bias=False)
+    for options in ({}, {"amsgrad": True}):
+        again = copy.deepcopy(model)
+        optimizer = MARS(again.parameters(), **options)
+        if not options:
+            again(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["amsgrad"] = True
+            saved = {"optimizer": get_optimizer_state_dict(again, optimizer)}
+            dcp.save(saved, checkpoint_id=tmp_path)
+        else:
+            saved = {"optimizer": get_optimizer_state_dict(again, optimizer)}
+            dcp.load(saved, checkpoint_id=tmp_path)
+            set_optimizer_state_dict(again, optimizer, saved["optimizer"])
+        ends.append(optimizer.state[again.weight])
+    assert not ends[1].pop("max_exp_avg_sq").any()
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+@pytest.mark.parametrize("name", ["lr", "lr_1d", "weight_decay", "gamma"])
+def test_what_a_schedule_has_rounded_below_zero_loads(name: str) -> None:
+    """As it steps: torch's LinearLR to 0 ends at −1.4e-19."""
+    optimizer, p = stepped()
+    optimizer.param_groups[0][name] = -1.4e-19
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    for wrong in (-1e-3, float("nan")):
+        if name != "gamma" or wrong != wrong:
+            saved = optimizer.state_dict()
+            saved["param_groups"][0][name] = wrong
+            with pytest.raises(ValueError, match=name):
+                MARS([p]).load_state_dict(saved)
+
+
+def test_a_state_dict_of_thousands_of_names_is_refused_in_a_line() -> None:
+    names = {f"layers.{i}.weight": torch.zeros(1) for i in range(1000)}
+    with pytest.raises(ValueError, match="and 992 more") as refused:
+        MARS([nn.Parameter(torch.zeros(2))]).load_state_dict(names)
+    assert len(str(refused.value)) < 400
 
 
 def test_a_low_half_that_is_no_tensor_is_named() -> None:

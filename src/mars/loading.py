@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import chain
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -44,29 +44,20 @@ def save(optimizer: Optimizer, save_by_torch: Callable[[], dict[str, Any]]) -> d
 
 
 def as_saved(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """A state dict in which buffers that a next step will begin with are told from lost ones, and
-    which ranks can send each other: nothing in it is of a dtype that does not travel.
+    """A state dict with the buffers that the next step will begin with, and which ranks can send
+    each other: nothing in it is of a dtype that does not travel.
     """
     places = {id(own): index for index, own in saved["state"].items()}
     for p, own, group in _matched(optimizer, saved):
         wanted = buffers(kind_of(p, group), p, group)
-        missing = LATER & wanted.keys() - own.keys()
-        made: dict[str, Tensor] = {}
-        if missing and "step" in own:
-            mark = torch.empty(0, dtype=p.dtype, device=p.device)
-            # Of an empty parameter a mark could not be told from the buffer: so it is the buffer.
-            made = {n: mark if p.numel() else new_buffer(n, wanted[n], p) for n in missing}
+        missing = LATER & wanted.keys() - own.keys() if "step" in own else set()
+        made = {name: new_buffer(name, wanted[name], p) for name in missing}
         low = LOW_HALF.get(p.dtype)
         if low in own and dist.is_available() and dist.is_initialized():
             made[low] = own[low].to(torch.int32)  # neither NCCL nor gloo takes int16
         if made:
             saved["state"][places[id(own)]] = {**own, **made}
     return saved
-
-
-def _begins(name: str, value: Any, p: Tensor) -> bool:
-    """Whether this is such a mark."""
-    return name in LATER and isinstance(value, Tensor) and not value.numel() and bool(p.numel())
 
 
 def load(
@@ -99,9 +90,8 @@ def load(
                     own[name] = value.to(to) if value.is_floating_point() else value.to(to).float()
                 if name == "step" or not isinstance(value, Tensor):
                     continue
-                foreign = name in LOW_HALF.values() and name not in wanted
-                if foreign or _begins(name, value, p):
-                    del own[name]  # saved beside parameters of another dtype, or a mark
+                if name in LOW_HALF.values() and name not in wanted:
+                    del own[name]  # saved beside parameters of another dtype
                     continue
                 # Torch copied nothing that it did not have to cast or move.
                 own[name] = value.to(p.device, wanted.get(name, value.dtype))
@@ -144,12 +134,19 @@ def _matched(
     return matched
 
 
+def _some(names: Collection[Any], most: int = 8) -> str:
+    """Names, of which there may be thousands."""
+    found = sorted(map(str, names))
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return str(found[:most]) + more
+
+
 def _check_form(state_dict: Mapping[str, Any]) -> None:
     """Raise ValueError if this is no state dict at all."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(
-                f"state dict without {key!r}: it has {sorted(map(str, state_dict))}. Pass what "
+                f"state dict without {key!r}: it has {_some(state_dict)}. Pass what "
                 "optimizer.state_dict() returned"
             )
     states, groups = state_dict["state"], state_dict["param_groups"]
@@ -199,7 +196,7 @@ def _checked(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, A
     groups = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
     state_dict = {**state_dict, "param_groups": [_completed(*pair) for pair in groups]}
     for group in state_dict["param_groups"]:
-        check_values({**optimizer.defaults, **group})
+        check_values({**optimizer.defaults, **group}, moved=True)
     names, saved_names = (
         list(chain.from_iterable(g.get("param_names", ()) for g in groups))
         for groups in (optimizer.param_groups, state_dict["param_groups"])
@@ -229,12 +226,9 @@ def _check_buffers(who: str, p: Tensor, saved: Mapping[str, Any], group: Mapping
     if missing:
         raise ValueError(
             f"state of {who} lacks {missing}: the state dict is truncated, or was saved by "
-            "another optimizer, whose moments cannot be continued. It has "
-            + str(sorted(map(str, saved)))
+            f"another optimizer, whose moments cannot be continued. It has {_some(saved)}"
         )
     for name, value in saved.items():
-        if _begins(name, value, p):
-            continue
         if name == "step":
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"state of {who}: step has {value.numel()} elements, not one")

@@ -158,11 +158,17 @@ def check_known(names: Mapping[str, Any], where: str) -> None:
         )
 
 
-def check_values(options: Mapping[str, Any]) -> None:
-    """Refuse a wrong value by naming the option, the value and what is allowed."""
+def check_values(options: Mapping[str, Any], moved: bool = False) -> None:
+    """Refuse a wrong value by naming the option, the value and what is allowed.
+
+    ``moved``: schedulers may have been at it, which round.
+    """
     for name in CHECKS:
         if name in options:
-            _check_value(name, options[name])
+            value = options[name]
+            if moved and name in MOVED and _fits(name, value) and not isinstance(value, Tensor):
+                continue
+            _check_value(name, value)
     for name in PAIRS:
         if name in options:
             _check_betas(name, options[name])
@@ -197,10 +203,9 @@ def check_changed(groups: Sequence[Mapping[str, Any]], checked: dict[int, dict[s
         }  # fmt: skip
         if changed:
             check_values({n: v for n, v in changed.items() if not _has_tensors(v)})
-        for name, least in MOVED.items():
-            v = group[name]
-            if not (least <= v < math.inf if type(v) is float else _may_be(v, least)):
-                _check_value(name, v)
+        for name in MOVED:
+            if not _fits(name, group[name]):
+                _check_value(name, group[name])
         _check_together(group)
         _tell_about_rates(group, before)
         became = changed.get("mars_type")
@@ -227,8 +232,11 @@ def _tell_about_rates(group: Mapping[str, Any], before: dict[str, Any]) -> None:
         )  # fmt: skip
 
 
-def _may_be(value: Any, least: float) -> bool:
-    """Whether this can be an option's number, if it is read: nobody waits for a tensor."""
+def _fits(name: str, value: Any) -> bool:
+    """Whether a schedule may have made this of an option. Nobody waits to read a tensor."""
+    least = MOVED[name]
+    if type(value) is float:
+        return least <= value < math.inf
     return isinstance(value, Tensor) or _number(value, least)
 
 

@@ -24,7 +24,7 @@ LOW_HALF = {torch.bfloat16: "param_low_bf16", torch.float16: "param_low_fp16"}
 # The exponents of a buffer of 8 bits, one a group of elements.
 EXPONENT = {name: f"{name}_exponent" for name in LEAN_BUFFERS}
 
-# What the step that first needs it makes; before, in a state dict, an empty tensor stands for it.
+# What the step that first needs it makes, of zeros; and a state dict, if it is saved before.
 LATER = {"last_grad", EXPONENT["last_grad"], "max_exp_avg_sq"}
 
 # The buffers of a row of a batch, after (x, g, t) and before the low half; see engines.COLUMNS.
