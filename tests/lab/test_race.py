@@ -95,16 +95,16 @@ def test_what_is_asked_for_counts_even_where_it_equals_the_recipes_value() -> No
         ("gpt-tiny", [], None),
         ("gpt-tiny", ["--loop.steps", "260"], None),
         ("gpt-tiny", ["--loop.steps", "100"],
-         "! the rates were tuned with 5.0 times more tokens; "),
+         "the rates were tuned with 5.0 times more tokens; "),
         ("gpt-tiny", ["--loop.batch-size", "8", "--loop.steps", "1000"],
-         "! the rates were tuned in batches 2.0 times larger; "),
+         "the rates were tuned in batches 2.0 times larger; "),
         ("gpt-tiny", ["--optimizers", "adamw", "muon@0.5", "--loop.steps", "50"],
-         "! the rates of adamw were tuned with 10 times more tokens; "),
+         "the rates of adamw were tuned with 10 times more tokens; "),
         ("gpt-50m", ["--optimizers", "adamw", "muon"], None),
         ("gpt-50m", ["--optimizers", "adamw", "adopt", "--loop.steps", "2700"],
-         "! the rates of adamw were tuned with 3.0 times fewer tokens; "),
+         "the rates of adamw were tuned with 3.0 times fewer tokens; "),
         ("digits-cnn", ["--loop.epochs", "100"],
-         "! the rates were tuned with 5.0 times fewer images; "),
+         "the rates were tuned with 5.0 times fewer images; "),
         ("gpt2-small", ["--loop.steps", "9", "--schedule.warmup-steps", "1"], None),  # published
     ],
 )  # fmt: skip
@@ -423,6 +423,24 @@ def test_a_race_from_the_command_line(tmp_path: Path, capsys: Capture) -> None:
     assert main(words) == 0
     assert {p: p.stat().st_mtime_ns for p in before} == before
     assert captured.out.splitlines()[1:5] == capsys.readouterr().out.splitlines()[1:5]
+    # So it does by the name of its directory, which may have been moved.
+    moved = (tmp_path / "race").rename(tmp_path / "moved")
+    assert main(["race", str(moved), "--jobs", "1"]) == 0
+    assert {p: p.stat().st_mtime_ns for p in moved.rglob("log.jsonl")} == {
+        moved / p.relative_to(tmp_path / "race"): at for p, at in before.items()
+    }
+    assert captured.out.splitlines()[1:5] == capsys.readouterr().out.splitlines()[1:5]
+    about = json.loads((moved / "race.json").read_text())
+    (moved / "race.json").write_text("{")
+    assert main(["race", str(moved)]) == 1
+    assert "race.json is damaged: give the race's options, and --out" in capsys.readouterr().err
+    # What was said of its rates is said with its results.
+    note = "the rates were tuned with 8.3 times more tokens"
+    (moved / "race.json").write_text(json.dumps({**about, "notes": [note]}))
+    assert main(["report", str(moved)]) == 0
+    assert note in capsys.readouterr().out
+    assert note in (moved / "report.html").read_text()
+    moved.rename(tmp_path / "race")
     # With other settings: refused before anything is shown or written.
     page, about = (tmp_path / "race" / name for name in ("report.html", "race.json"))
     kept = page.read_bytes(), about.read_bytes()

@@ -229,7 +229,7 @@ def base_run(name: str, words: list[str]) -> Run:
 
 # What the directory of something else than a run is good for, by a file in it.
 HELD = (
-    ("race.json", "a race: `mars race` resumes it"),
+    ("race.json", "a race: `mars race DIR` resumes it"),
     ("tune.json", "a search: `mars tune` resumes it, and its best.json is a recipe"),
     ("results.jsonl", "a study: `mars study` resumes it"),
 )

@@ -46,6 +46,7 @@ class RaceArgs(Run):
 
 def race_command(words: list[str]) -> int:
     """The command line of a race."""
+    words = _as_begun(words)
     command = shlex.join(["mars", "race", *words])
     recipe, words = arguments.recipe_of(words, "gpt-tiny", "mars race")
     if "--optimizer.name" in words:
@@ -58,6 +59,24 @@ def race_command(words: list[str]) -> int:
     )
     args = arguments.parse(RaceArgs, words, f"mars race {recipe}", about, base)
     return race(args, base, arguments.asked(words, args), command)
+
+
+def _as_begun(words: list[str]) -> list[str]:
+    """The words of a race whose directory comes first, with what is said after it."""
+    file = Path(words[0], "race.json").expanduser() if words else None
+    if file is None or not file.exists():
+        return words
+    try:
+        _, _, *begun = shlex.split(json.loads(file.read_text())["command"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise LabError(
+            f"{file} is damaged: give the race's options, and --out {words[0]}"
+        ) from None
+    rest = arguments.shorthands(begun)
+    while "--keep.out" in rest:  # it may have been moved since
+        at = rest.index("--keep.out")
+        del rest[at : at + 2]
+    return [*rest, "--keep.out", words[0], *words[1:]]
 
 
 def plan(args: RaceArgs, base: Run, asked: Asked, directory: Path) -> list[Job]:
@@ -167,7 +186,7 @@ def origins(jobs: list[Job]) -> list[str]:
             if at.elsewhere:
                 found.setdefault(at.runs, []).append(name)
     return [
-        f"! the rates{'' if len(names) == len(entrants) else ' of ' + ', '.join(names)} were tuned "
+        f"the rates{'' if len(names) == len(entrants) else ' of ' + ', '.join(names)} were tuned "
         f"{runs}; a grid: {GRID}"
         for runs, names in found.items()
     ]
@@ -182,13 +201,14 @@ def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
     moved.follow([job.run for job in jobs])
     _check_begun(jobs, directory)
     _check_data(jobs, directory)
-    if len(args.rates) == 1:
-        sys.stderr.writelines(f"{line}\n" for line in origins(jobs))
-        if "lr" in asked.get("optimizer", {}) and len({job.run.optimizer.name for job in jobs}) > 1:
-            sys.stderr.write(
-                "! --optimizer.lr is one rate for all, tuned for none, and lr_1d stays what it "
-                f"was (NAME@{args.optimizer.lr:g} moves both); a grid: {GRID}\n"
-            )
+    notes = origins(jobs) if len(args.rates) == 1 else []
+    several = len({job.run.optimizer.name for job in jobs}) > 1
+    if several and len(args.rates) == 1 and "lr" in asked.get("optimizer", {}):
+        notes.append(
+            "--optimizer.lr is one rate for all, tuned for none, and lr_1d stays what it "
+            f"was (NAME@{args.optimizer.lr:g} moves both); a grid: {GRID}"
+        )
+    sys.stderr.writelines(f"! {note}\n" for note in notes)
     device = choose_device(args.loop.device)
     processes = args.jobs or (min(cores(), len(jobs)) if device.type == "cpu" else 1)
     own = {"threads": args.loop.threads or threads(processes)}
@@ -202,6 +222,7 @@ def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
         "rates": list(args.rates),
         "baseline": BASELINE if BASELINE in names else names[0],
         "command": command,
+        "notes": notes,
     }
     with RunDirectory(directory, "race.json").lock():
         write_atomically(directory / "race.json", (json.dumps(about, indent=2) + "\n").encode())

@@ -315,7 +315,9 @@ def _state(run: RunLog) -> float | None:
 
 def _general(entries: Sequence[Entry], base: Entry | None, asked: str) -> list[str]:
     """What concerns the comparison as a whole."""
-    warnings = []
+    races = [run.race.get("notes") for e in entries for run in e.runs]
+    notes = [note for own in races if isinstance(own, list) for note in own]
+    warnings = [note for note in dict.fromkeys(notes) if isinstance(note, str)]
     if base is None and len(entries) > 1:
         warnings.append(f"no run of the baseline, {asked}: differences are not shown")
     elif base is not None and base.score is None:
