@@ -137,16 +137,17 @@ def test_two_sources_are_taken_whole(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("x" * 300)
     made = run(tmp_path / "run")
     a, val, text = (str(tmp_path / name) for name in ("a.bin", "val.bin", "b.txt"))
+    other = str(tmp_path / "." / ".." / tmp_path.name / "a.bin")  # the same
     sizes = {
         (source, valid): tuple(
             len(tokens)
             for tokens in open_data(made.replace(data={"source": source, "valid": valid}))
         )
-        for source, valid in ((a, val), (a, text), (text, a), (a, None), (a, a))
+        for source, valid in ((a, val), (a, text), (text, a), (a, None), (a, a), (a, other))
     }
     assert sizes == {
         (a, val): (1000, 500), (a, text): (1000, 300), (text, a): (300, 1000),
-        (a, None): (900, 100), (a, a): (900, 100),
+        (a, None): (900, 100), (a, a): (900, 100), (a, other): (900, 100),
     }  # fmt: skip
 
 
@@ -163,7 +164,7 @@ def test_a_text_file_is_tokenised_and_split_by_characters(tmp_path: Path) -> Non
 def test_big_streams_are_fingerprinted_by_their_edges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "SMALL", 100)
+    monkeypatch.setattr(shards, "HASHED", 100)
     prints = set()
     for name, part in (("a", RAMP), ("b", RAMP), ("a", RAMP[:-1]), ("a", RAMP[::-1])):
         tokens = Tokens([open_shard(raw(tmp_path / f"{name}.bin", part))[0]], "x")

@@ -22,7 +22,8 @@ HEADER_BYTES = 1024
 # As raw tokens both would begin with a number over 50257, so no GPT-2 or byte stream looks so.
 MAGIC, MAGIC_UINT32 = 20240520, 20240801
 OPEN_MAPS = 256  # a mapping holds a file descriptor; processes may have 1024
-SMALL = 64 << 20  # bytes that are hashed or searched in full
+SMALL = 64 << 20  # bytes that are searched in full
+HASHED = 2_000_000_000  # bytes that are hashed in full: a second or two
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Tokens:
         self._maps: dict[int, Array] = {}
         if sha256 is not None:
             self.sha256, self.fingerprint = sha256, "manifest"
-        elif 2 * len(self) <= SMALL:
+        elif 2 * len(self) <= HASHED:
             self.sha256, self.fingerprint = self._hash(self.shards), "content"
         else:
             self.sha256, self.fingerprint = self._outline(), "names, sizes, heads and tails"
@@ -119,7 +120,7 @@ class Tokens:
     def _hash(self, shards: Sequence[Shard]) -> str:
         digest = hashlib.sha256()
         for shard in shards:
-            digest.update(np.ascontiguousarray(shard.open()).tobytes())
+            digest.update(np.ascontiguousarray(shard.open()).data)  # mapped, not copied
         return digest.hexdigest()
 
     def _outline(self) -> str:

@@ -87,16 +87,19 @@ def last_word(r: Record) -> list[Pair]:
 
 
 def capitalised(query: str) -> str:
-    """With a capital where an unfinished last sentence begins, as lm-eval writes HellaSwag.
+    """With a capital where an unfinished last sentence begins, and none after it, as lm-eval writes
+    HellaSwag.
 
     >>> capitalised("Roof shingle removal: A man is sitting on a roof. he")
     'Roof shingle removal: A man is sitting on a roof. He'
+    >>> capitalised("Two men meet. bob greets Al")
+    'Two men meet. Bob greets al'
     >>> capitalised("Finance: Press the home button. Log in.")
     'Finance: Press the home button. Log in.'
     """
     breaks = list(_END_OF_SENTENCE.finditer(query))
     start = breaks[-1].end() if breaks else 0  # the end, where the last sentence is finished
-    return query[:start] + query[start : start + 1].upper() + query[start + 1 :]
+    return query[:start] + query[start:].capitalize()
 
 
 def cleaned(text: str) -> str:

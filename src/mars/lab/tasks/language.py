@@ -68,6 +68,15 @@ class Language(Task):
         return self.send(inputs), self.send(targets)
 
 
+def same_source(a: str, b: str) -> bool:
+    """Whether two names are of the same data, however their paths are written."""
+    return a == b or (Path(a).expanduser().exists() and _resolved(a) == _resolved(b))
+
+
+def _resolved(name: str) -> Path:
+    return Path(name).expanduser().resolve()
+
+
 def open_data(run: Run) -> tuple[Tokens, Tokens]:
     """Tokens to train on and to validate on; both fit the model."""
     data = run.data
@@ -79,7 +88,7 @@ def open_data(run: Run) -> tuple[Tokens, Tokens]:
             f"{data.source} is not there: make it with `mars data {source} --out {data.source}`, "
             "or give --data.source (mars study: --data)"
         )
-    apart = data.valid is not None and data.valid != data.source
+    apart = data.valid is not None and not same_source(data.valid, data.source)
     train = open_tokens(data.source, "train", data.tokenizer, whole=apart)
     valid = open_tokens(data.valid or data.source, "valid", data.tokenizer, whole=apart)
     for tokens in (train, valid):
