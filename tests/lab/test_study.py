@@ -41,6 +41,7 @@ from mars.lab.study.results import Results
 from mars.lab.study.variance_command import text, write
 from mars.lab.study.variance_kept import NAME as NAME_OF_KEPT
 from mars.lab.study.variance_kept import Kept
+from mars.lab.study.worker import Ended
 from mars.rule.estimator import noise_ratio
 
 Capture = pytest.CaptureFixture[str]
@@ -133,9 +134,14 @@ def test_a_study_from_nothing_to_its_verdict(tmp_path: Path, capsys: Capture) ->
     assert "holds runs of another study, none of tiny-clip" in capsys.readouterr().err
     assert (there / "verdict.md").read_bytes() == kept
 
-    # One run of other code, and it is refused; nothing changes.
+    # Runs of a configuration that the study no longer has; or one of other code: both are refused.
     path = there / "results.jsonl"
     lines = path.read_text().splitlines()
+    config = json.loads(lines[0])["fingerprint"]["config"]
+    path.write_text("\n".join(lines).replace(config, "0ddc0ff1900d") + "\n")
+    assert main(["study", NAME, "--out", str(there), "--verdict-only"]) == 1
+    assert "their model or schedule differ" in capsys.readouterr().err
+    assert (there / "verdict.md").read_bytes() == kept
     record = json.loads(lines[0])
     record["fingerprint"]["code"] = "feedfeedfeed"
     path.write_text("\n".join([json.dumps(record), *lines[1:]]) + "\n")
@@ -343,6 +349,24 @@ def test_what_is_too_late_for_two_may_do_for_one(tmp_path: Path, left: float, be
     pool = SimpleNamespace(submit=lambda _, order: orders.append(order) or Future())
     assert here._fill(pool) == bool(begun)  # two take 44 s, one alone 33
     assert [order.at_once for order in orders] == [begun] * begun
+
+
+def test_runs_that_were_out_of_memory_together_are_both_begun_again(tmp_path: Path) -> None:
+    here = stretch.Stretch(quick(), tmp_path, HERE, jobs=3)
+    here.display = SimpleNamespace(add=lambda *_: None)
+    pool = SimpleNamespace(submit=lambda *_: Future())
+    assert here._fill(pool)
+    begun = list(here.active.values())
+    here.active = {}
+    assert len(begun) == 3
+    for want in begun:
+        here._end(want, Ended(failed="CUDA out of memory"))
+    assert (here.packing.slots, here.failed) == (2, {})
+    here.packing.slots = 1
+    assert here._fill(pool)
+    (want,) = here.active.values()
+    here._end(want, Ended(failed="CUDA out of memory"))  # alone: it does not fit
+    assert here.failed == {want.key: "CUDA out of memory"}
 
 
 def test_how_many_go_together_is_remembered(tmp_path: Path) -> None:

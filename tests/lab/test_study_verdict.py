@@ -20,8 +20,9 @@ from mars.lab.study.choice import ladders
 from mars.lab.study.fingerprint import of_arm
 from mars.lab.study.judge import Judged, judge, seeds_needed
 from mars.lab.study.page import write
+from mars.lab.study.planner import wanted
 from mars.lab.study.questions import STUDIES, find
-from mars.lab.study.results import Results
+from mars.lab.study.results import Result, Results
 from mars.lab.study.templates import sized
 from mars.lab.study.times import Time
 from mars.lab.study.verdict import markdown, sentence, terminal, verdict
@@ -114,7 +115,7 @@ def test_studies_may_share_what_is_declared_the_same(tmp_path: Path) -> None:
     own, shared = tmp_path / "own", tmp_path / "shared.json"
     own.mkdir()
     (own / prints.EQUIVALENTS).write_text(json.dumps(["../shared.json"]))
-    with pytest.raises(LabError, match=r"names \.\./shared\.json, which is not there: copy it, too"):
+    with pytest.raises(LabError, match=r"names \.\./shared\.json, which is not there: copy"):
         prints.equivalents(own)
     entry = {"part": "code", "same": ["0123", "feed"], "reason": "a docstring"}
     shared.write_text(json.dumps([entry]))
@@ -348,6 +349,43 @@ def test_the_baseline_reaches_its_own_mean_however_it_is_rounded() -> None:
         known = grid(of, {"AdamW": losses, "MARS": [loss - 0.05 for loss in losses]})
         row = next(r for r in verdict(of, known).rows if r.ladder.arm.label == "MARS")
         assert row.tokens_ratio is not None
+
+
+def test_what_is_compared_is_compared_over_the_seeds_that_both_have() -> None:
+    """Tokens to the baseline's loss, too, whose further seeds may end elsewhere."""
+    of = study()
+    known = grid(of, {"AdamW": [3.0], "MARS": [2.5]})
+    alone = next(r for r in verdict(of, known).rows if r.ladder.arm.label == "MARS")
+    more = [*known, result(of, "AdamW", 1e-2, 1, 2.0)]
+    row = next(r for r in verdict(of, more).rows if r.ladder.arm.label == "MARS")
+    assert (row.difference, row.tokens_ratio) == (alone.difference, alone.tokens_ratio)
+    assert row.tokens_ratio == pytest.approx(0.75)
+    apart = [*grid(of, {"AdamW": [3.0], "MARS": []}), result(of, "MARS", 1e-2, 1, 2.5)]
+    row = next(r for r in verdict(of, apart).rows if r.ladder.arm.label == "MARS")
+    assert (row.difference, row.tokens_ratio) == (None, None)
+
+
+def test_a_claim_near_its_limit_waits_for_less_than_noise() -> None:
+    """Promises below the noise of one run moved 7 % of such claims over their limit, not 2.5."""
+    within = Comparison(arm="MARS", baseline="AdamW", claim=Claim(kind="within", by=0.02))
+    of = study(comparisons=(within,))
+    sides = {"AdamW": (0.06, 0.06), "MARS": (0.05, 0.07)}  # MARS: 0.0004 lower in between
+    ends = {"AdamW": [0.02, 0.0, -0.02], "MARS": [0.02, 0.0, -0.02]}
+
+    def at(lead: float) -> list[Result]:
+        return [
+            result(of, label, lr, seed, 3.0 + more + end - (lead if label == "MARS" else 0.0))
+            for label, (below, above) in sides.items()
+            for lr, more in {5e-3: below, 1e-2: 0.0, 2e-2: above}.items()
+            for seed, end in enumerate(ends[label])
+        ]
+
+    assert judge(of, at(0.0))[0].state == "holds"
+    assert wanted(of, at(0.0)) == []
+    (found,) = judge(of, at(0.0198))
+    assert found.state == "not resolved"
+    assert found.why == "MARS may end 0.0004 lower at 0.00707, between two rates tried"
+    assert [(want.arm.label, want.lr) for want in wanted(of, at(0.0198))] == [("MARS", 7.07e-3)]
 
 
 def test_a_study_of_images_is_refused() -> None:

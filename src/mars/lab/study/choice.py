@@ -141,10 +141,10 @@ class Ladder:
             return math.exp(a if fa < fc else c)
         return math.exp(min(max(found[0], a), c))
 
-    def between(self) -> tuple[float, float] | None:
-        """The rate half a rung from the best where the same parabola is lower by more than noise,
-        and by how much, as far as the rates beyond allow it; None where it is not, or where a rate
-        so near has been tried.
+    def between(self, least: float = 0.0) -> tuple[float, float] | None:
+        """The rate half a rung from the best, where the same parabola is lower, and by how much it
+        is, as far as the rates beyond allow it; None where that is no more than ``least``, or where
+        a rate so near has been tried.
         """
         best = self.best
         if best is None or not self.bracketed:
@@ -159,7 +159,7 @@ class Ladder:
         lr = float(f"{best * self.arm.factor ** (side * HALF):.3g}")
         gain = min(points[1][1] - found[1], self._room(lr, up))
         rungs = [side * math.log(other / best, self.arm.factor) for other in self.losses]
-        if gain <= self.noise or any(0 < rung < HALF * CLOSE for rung in rungs):
+        if gain <= least or any(0 < rung < HALF * CLOSE for rung in rungs):
             return None
         return lr, gain
 

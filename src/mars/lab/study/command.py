@@ -111,7 +111,7 @@ def _only_judge(study: Study, directory: Path, take: tuple[Path, ...]) -> None:
     results = file.read()
     if results and not {r.arm for r in results} & {arm.label for arm in study.arms}:
         raise LabError(f"{directory} holds runs of another study, none of {study.name}")
-    fingerprint.check(study, results, directory)
+    fingerprint.check(study, results, directory, fingerprint.of_results(study, results))
 
 
 def _run(study: Study, directory: Path, args: StudyArgs, command: str) -> dict[str, str] | None:

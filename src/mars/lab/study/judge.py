@@ -30,6 +30,7 @@ class Judged:
     difference: Difference | None  # of losses; of log rates for a claim about rates
     why: str = ""  # it is not resolved
     more: int | None = None  # seeds that would probably resolve it
+    doubted: bool = False  # it would be resolved, if all were known of the rates
 
     @property
     def settled(self) -> bool:
@@ -62,7 +63,9 @@ def _judge(c: Comparison, found: Mapping[str, Ladder], seeds: int) -> Judged:
     state = _state(d.low, d.high, c.claim)
     if state != "not resolved":
         doubt = _other_rates(c, found, d.low, d.high) if c.claim.kind != "rate" else ""
-        return Judged(c, "not resolved", d, doubt) if doubt else Judged(c, state, d)
+        if doubt:
+            return Judged(c, "not resolved", d, doubt, doubted=True)
+        return Judged(c, state, d)
     low, high = _claimed(c.claim)
     needed = seeds_needed(list(differences.values()), low, high)
     if needed is None:
@@ -101,11 +104,18 @@ def _promise(ladder: Ladder) -> tuple[float, str] | None:
     """How much lower an arm may end at another rate than its best, and why."""
     if (between := ladder.between()) is not None:
         rate, gain = between
-        return gain, f"may end {gain:.3f} lower at {rate:g}, between two rates tried"
+        return gain, f"may end {_small(gain)} lower at {rate:g}, between two rates tried"
     if (hinted := ladder.hinted()) is not None:
         rate, gain, seeds = hinted
-        return gain, f"ended {gain:.3f} lower at {rate:g}, with {units.count(seeds, 'seed')} so far"
+        return (
+            gain,
+            f"ended {_small(gain)} lower at {rate:g}, with {units.count(seeds, 'seed')} so far",
+        )
     return None
+
+
+def _small(gain: float) -> str:
+    return f"{gain:.3f}" if gain >= 5e-4 else f"{gain:.1g}"
 
 
 def _state(low: float, high: float, claim: Claim) -> State:

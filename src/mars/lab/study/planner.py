@@ -56,17 +56,24 @@ def wanted(study: Study, results: Sequence[Result], seeds: int | None = None) ->
     found = ladders(study, results)
     judged = judge(study, results)
     undecided = {label for j in judged if not j.settled for label in j.comparison.arms}
+    doubted = {label for j in judged if j.doubted for label in j.comparison.arms}
     about_rates = {label for c in study.comparisons if c.claim.kind == "rate" for label in c.arms}
     runs = []
     for place, arm in enumerate(study.arms):
         is_open = arm.label in undecided
         many = max(study.seeds, seeds or 0) if is_open else study.seeds
-        own = _of_arm(found[arm.label], range(many), is_open, arm.label in about_rates)
+        ladder = found[arm.label]
+        # Until a verdict waits for less, only what is promised beyond noise is worth a run.
+        least = 0.0 if arm.label in doubted else ladder.noise
+        between = ladder.between(least) if is_open else None
+        own = _of_arm(ladder, range(many), between, arm.label in about_rates)
         runs += [((not is_open, want.stage, want.seed, place), want) for want in own]
     return [want for _, want in sorted(runs, key=lambda pair: pair[0])]
 
 
-def _of_arm(ladder: Ladder, seeds: range, is_open: bool, about_rates: bool) -> list[Wanted]:
+def _of_arm(
+    ladder: Ladder, seeds: range, between: tuple[float, float] | None, about_rates: bool
+) -> list[Wanted]:
     arm, missing, best = ladder.arm, ladder.missing(), ladder.best
     if missing:
         if not ladder.losses:
@@ -75,7 +82,7 @@ def _of_arm(ladder: Ladder, seeds: range, is_open: bool, about_rates: bool) -> l
         return [Wanted(arm, lr, 0, Stage.LADDER) for lr in missing]
     if best is None:
         return []
-    if is_open and (between := ladder.between()) is not None:
+    if between is not None:
         return [Wanted(arm, between[0], 0, Stage.LADDER)]
     runs = [Wanted(arm, best, s, Stage.SEEDS) for s in seeds if s not in ladder.losses[best]]
     rivals = ladder.rivals()

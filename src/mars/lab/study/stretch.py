@@ -85,6 +85,7 @@ class Stretch:
             self.margin = max(LEAST_MARGIN, MARGIN * seconds)
             self.deadline = time.monotonic() - age() + seconds - self.margin
         self.active: dict[Future[Ended], Wanted] = {}
+        self.at_once: dict[Key, int] = {}  # how many there were to be, when a run began
         self.readings: dict[str, list[float]] = {}  # shares of a run a second, since a run began
         self.share: dict[str, float] = {}  # of a run that is done
         self.failed: dict[Key, str] = {}
@@ -153,6 +154,7 @@ class Stretch:
             if want is None:
                 break
             order = self._order(want)
+            self.at_once[want.key] = order.at_once
             self.active[crew.submit(worker.attempt, order)] = want
             self.readings = {name: [] for name in (*self.readings, want.name)}
             self.display.add(want.name, order.run.loop.steps)
@@ -212,8 +214,13 @@ class Stretch:
             loss = ended.result.final
             text = "diverged" if loss is None else f"validation loss {units.loss(loss)}"
             self.display.end(want.name, text, len(self._wanted()), self._left())
-        elif ended.failed is not None and "memory" in ended.failed and self.packing.slots > 1:
-            self.packing.fewer()  # the run is begun again, with more room
+        elif (
+            ended.failed is not None
+            and "memory" in ended.failed
+            and (at_once := self.at_once[want.key]) > 1
+        ):  # the run is begun again, with more room, which another may have made already
+            if self.packing.slots == at_once:
+                self.packing.fewer()
         elif ended.failed is not None:
             self.failed[want.key] = ended.failed
 

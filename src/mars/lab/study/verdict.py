@@ -110,8 +110,10 @@ def _row(
     )
     base = study.baseline_of(label)
     theirs = at_best(found[base], results) if base is not None else []
-    if base is None or not own or not theirs:
+    shared = {r.seed for r in own} & {r.seed for r in theirs}
+    if base is None or not shared:
         return row
+    own, theirs = ([r for r in runs if r.seed in shared] for runs in (own, theirs))
     target = math.fsum(r.loss for r in theirs) / len(theirs)
     steps = _ratio(own, theirs, "step", target)
     timed = steps is not None and label in times and base in times
