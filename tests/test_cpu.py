@@ -31,7 +31,7 @@ def trained(options: dict, steps: int = 4, layout: bool = False) -> list[Tensor]
 
 
 def engines(optimizer: MARS) -> set[str]:
-    return {line.split()[3] for line in mars.explain(optimizer).splitlines()[1:]}
+    return {line.split()[5] for line in mars.explain(optimizer).splitlines()[1:]}
 
 
 @pytest.mark.parametrize(

@@ -521,3 +521,18 @@ def test_groups_without_names() -> None:
     ]
     assert "param_names" in named.param_groups[0]
     assert "param_names" not in bare.param_groups[0]
+
+
+def test_explain_tells_the_rates_and_decays_that_count_now() -> None:
+    groups = mars.param_groups(Gpt(), mars_type="mars-shampoo", vectors="no-decay")
+    optimizer = MARS(groups, lr=0.032, lr_1d=0.016, weight_decay=0.1, weight_decay_1d=0.05)
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5  # a schedule
+    rows = [line.split() for line in mars.explain(optimizer).splitlines()]
+    assert {tuple(row[:2] + row[3:5]) for row in rows} == {
+        ("group", "rule", "lr", "weight_decay"),
+        ("matrices", "mars-shampoo", "0.016", "0.1"),
+        ("embeddings", "plain-adamw", "0.008", "0.05"),
+        ("vectors", "plain-adamw", "0.008", "0"),
+        ("head", "plain-adamw", "0.008", "0.05"),
+    }

@@ -1,4 +1,4 @@
-"""`explain`: which engine steps which parameters, and why."""
+"""`explain`: which rule and which engine step which parameters, at which rate, and why."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from mars.dispatch import engine_for, why_not_fused
 from mars.exchange import plan_text
 from mars.optimizer import MARS
+from mars.options import as_float, ratio_1d
 from mars.rule import KINDS
 from mars.sharding import layout_of
 from mars.state import kind_of
@@ -15,17 +16,17 @@ from mars.table import format_table
 
 
 def explain(optimizer: MARS) -> str:
-    """A table of engines: a line for each group, rule, engine and reason.
+    """A table of what will be done: a line for each group, rule, engine and reason.
 
-    Where ranks share Newton–Schulz, a second one says who orthogonalises what. An optimizer that
+    The rates and decays are those that count now, ``lr_1d`` and its kin among them. Where ranks share Newton–Schulz, a second one says who orthogonalises what. An optimizer that
     Accelerate or Lightning has wrapped is taken, too.
 
     Examples:
         >>> import torch, mars
         >>> print(mars.explain(mars.MARS(torch.nn.Linear(4, 2).parameters())))
-        group  rule         tensors  engine  why not fused
-        0      mars-adamw         1  cpu     on cpu: it needs a CUDA device
-        0      plain-adamw        1  cpu     on cpu: it needs a CUDA device
+        group  rule         tensors  lr     weight_decay  engine  why not fused
+        0      mars-adamw         1  0.003  0             cpu     on cpu: it needs a CUDA device
+        0      plain-adamw        1  0.003  0.1           cpu     on cpu: it needs a CUDA device
     """
     optimizer = unwrapped(optimizer)
     table = format_table(engine_rows(optimizer), right=(2,))
@@ -41,7 +42,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def engine_rows(optimizer: MARS) -> list[tuple[str, ...]]:
-    """The rows of the table of engines, the first being its head."""
+    """The rows of the table, the first being its head."""
     if not hasattr(optimizer, "_ranks"):
         raise TypeError(f"explain takes a MARS, not {type(optimizer).__name__}")
     pairs = [(i, g, p) for i, g in enumerate(optimizer.param_groups) for p in g["params"]]
@@ -55,7 +56,15 @@ def engine_rows(optimizer: MARS) -> list[tuple[str, ...]]:
             shares = optimizer._ranks.replicate and KINDS[kind_of(p, group)].matrix
             alone = layout_of(p, group) is None and not shares
             engine = engine_for(group, group["params"]) if alone else "foreach"
-        lines[str(group.get("name", i)), kind_of(p, group), engine, reason or ""] += 1
-    rows: list[tuple[str, ...]] = [("group", "rule", "tensors", "engine", "why not fused")]
-    rows += [(name, kind, str(n), engine, why) for (name, kind, engine, why), n in lines.items()]
-    return rows
+        kind = kind_of(p, group)
+        lines[str(group.get("name", i)), kind, *_numbers(kind, group), engine, reason or ""] += 1
+    head = ("group", "rule", "tensors", "lr", "weight_decay", "engine", "why not fused")
+    return [head, *((name, kind, str(n), *rest) for (name, kind, *rest), n in lines.items())]
+
+
+def _numbers(kind: str, group: dict[str, Any]) -> tuple[str, str]:
+    """The rate and the decay of a kind of tensor of a group, as they are now."""
+    corrected = KINDS[kind].corrected
+    rate = as_float(group["lr"]) * (1.0 if corrected else ratio_1d(group))
+    own = corrected or group["mars_type"] == kind
+    return f"{rate:.4g}", f"{as_float(group['weight_decay' if own else 'weight_decay_1d']):.4g}"
