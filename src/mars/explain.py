@@ -18,8 +18,9 @@ from mars.table import format_table
 def explain(optimizer: MARS) -> str:
     """A table of what will be done: a line for each group, rule, engine and reason.
 
-    The rates and decays are those that count now, ``lr_1d`` and its kin among them. Where ranks share Newton–Schulz, a second one says who orthogonalises what. An optimizer that
-    Accelerate or Lightning has wrapped is taken, too.
+    The rates and decays are those that count now, also where AdamW trains at ``lr_1d``. Where ranks
+    share Newton–Schulz, a second table says who orthogonalises what. An optimizer that Accelerate
+    or Lightning has wrapped is taken, too.
 
     Examples:
         >>> import torch, mars
@@ -57,7 +58,8 @@ def engine_rows(optimizer: MARS) -> list[tuple[str, ...]]:
             alone = layout_of(p, group) is None and not shares
             engine = engine_for(group, group["params"]) if alone else "foreach"
         kind = kind_of(p, group)
-        lines[str(group.get("name", i)), kind, *_numbers(kind, group), engine, reason or ""] += 1
+        name, numbers = str(group.get("name", i)), _numbers(kind, group)
+        lines[(name, kind, *numbers, engine, reason or "")] += 1
     head = ("group", "rule", "tensors", "lr", "weight_decay", "engine", "why not fused")
     return [head, *((name, kind, str(n), *rest) for (name, kind, *rest), n in lines.items())]
 
