@@ -369,6 +369,22 @@ def test_runs_that_were_out_of_memory_together_are_both_begun_again(tmp_path: Pa
     assert here.failed == {want.key: "CUDA out of memory"}
 
 
+def test_a_run_that_another_left_no_memory_is_begun_again(tmp_path: Path) -> None:
+    """On a GPU the first begins alone, and another joins it."""
+    here = stretch.Stretch(quick(), tmp_path, HERE)
+    here.display = SimpleNamespace(add=lambda *_: None)
+    here.packing, here.tried = stretch.Packing(), False
+    pool = SimpleNamespace(submit=lambda *_: Future())
+    assert here._fill(pool)
+    ((future, first),) = here.active.items()
+    here.packing.slots = 2
+    assert here._fill(pool)
+    assert len(here.active) == 2
+    del here.active[future]
+    here._end(first, Ended(failed="CUDA out of memory"))
+    assert (here.packing.slots, here.failed) == (1, {})
+
+
 def test_how_many_go_together_is_remembered(tmp_path: Path) -> None:
     known = [result(quick(), "AdamW", 1e-2, seed, 3.0, at_once=n) for seed, n in enumerate([1, 2])]
     assert stretch.packed([]) is None

@@ -386,6 +386,12 @@ def test_a_claim_near_its_limit_waits_for_less_than_noise() -> None:
     assert found.state == "not resolved"
     assert found.why == "MARS may end 0.0004 lower at 0.00707, between two rates tried"
     assert [(want.arm.label, want.lr) for want in wanted(of, at(0.0198))] == [("MARS", 7.07e-3)]
+    # A rate that was lower by more, with fewer seeds, is the larger doubt; and what it is about
+    # is the arm that may undo the claim, not the other, of which as little is known.
+    hinted = [*at(0.0), result(of, "MARS", 1.41e-2, 0, 2.99)]
+    assert judge(of, hinted)[0].why == "MARS ended 0.030 lower at 0.0141, with 1 seed so far"
+    sides["AdamW"] = sides["MARS"]
+    assert [(want.arm.label, want.lr) for want in wanted(of, at(0.0198))] == [("MARS", 7.07e-3)]
 
 
 def test_a_study_of_images_is_refused() -> None:

@@ -30,7 +30,7 @@ class Judged:
     difference: Difference | None  # of losses; of log rates for a claim about rates
     why: str = ""  # it is not resolved
     more: int | None = None  # seeds that would probably resolve it
-    doubted: bool = False  # it would be resolved, if all were known of the rates
+    doubted: tuple[str, ...] = ()  # arms without whose promises it would be resolved
 
     @property
     def settled(self) -> bool:
@@ -62,9 +62,10 @@ def _judge(c: Comparison, found: Mapping[str, Ladder], seeds: int) -> Judged:
         return Judged(c, "not resolved", d, f"{n} of {seeds} seeds have been run", seeds - n)
     state = _state(d.low, d.high, c.claim)
     if state != "not resolved":
-        doubt = _other_rates(c, found, d.low, d.high) if c.claim.kind != "rate" else ""
-        if doubt:
-            return Judged(c, "not resolved", d, doubt, doubted=True)
+        doubted = _other_rates(c, found, d.low, d.high) if c.claim.kind != "rate" else {}
+        if doubted:
+            why = max(doubted.values())[1]
+            return Judged(c, "not resolved", d, why, doubted=tuple(doubted))
         return Judged(c, state, d)
     low, high = _claimed(c.claim)
     needed = seeds_needed(list(differences.values()), low, high)
@@ -87,31 +88,35 @@ def _differences(c: Comparison, found: Mapping[str, Ladder]) -> dict[int, float]
     }
 
 
-def _other_rates(c: Comparison, found: Mapping[str, Ladder], low: float, high: float) -> str:
-    """Which arm may undo what an interval says, by a rate that is not known well; or ""."""
+def _other_rates(
+    c: Comparison, found: Mapping[str, Ladder], low: float, high: float
+) -> dict[str, tuple[float, str]]:
+    """The arms that may undo what an interval says, by rates that are not known well: by how much
+    each may end lower, and why.
+    """
     for sign in (1, -1):
         own = [label for s, label in zip(SIGNS, c.arms, strict=False) if s == sign]
         promised = {label: promise for label in own if (promise := _promise(found[label]))}
         gains = math.fsum(gain for gain, _ in promised.values())
         moved = (low - gains, high) if sign > 0 else (low, high + gains)
         if _state(*moved, c.claim) != _state(low, high, c.claim):
-            label, (_, why) = max(promised.items(), key=lambda item: item[1][0])
-            return f"{found[label].arm.name} {why}"
-    return ""
+            return promised
+    return {}
 
 
 def _promise(ladder: Ladder) -> tuple[float, str] | None:
     """How much lower an arm may end at another rate than its best, and why."""
+    name, promises = ladder.arm.name, []
     if (between := ladder.between()) is not None:
         rate, gain = between
-        return gain, f"may end {_small(gain)} lower at {rate:g}, between two rates tried"
+        why = f"{name} may end {_small(gain)} lower at {rate:g}, between two rates tried"
+        promises.append((gain, why))
     if (hinted := ladder.hinted()) is not None:
         rate, gain, seeds = hinted
-        return (
-            gain,
-            f"ended {_small(gain)} lower at {rate:g}, with {units.count(seeds, 'seed')} so far",
-        )
-    return None
+        known = units.count(seeds, "seed")
+        why = f"{name} ended {_small(gain)} lower at {rate:g}, with {known} so far"
+        promises.append((gain, why))
+    return max(promises, default=None)
 
 
 def _small(gain: float) -> str:

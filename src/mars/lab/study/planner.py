@@ -56,7 +56,7 @@ def wanted(study: Study, results: Sequence[Result], seeds: int | None = None) ->
     found = ladders(study, results)
     judged = judge(study, results)
     undecided = {label for j in judged if not j.settled for label in j.comparison.arms}
-    doubted = {label for j in judged if j.doubted for label in j.comparison.arms}
+    doubted = {label for j in judged for label in j.doubted}
     about_rates = {label for c in study.comparisons if c.claim.kind == "rate" for label in c.arms}
     runs = []
     for place, arm in enumerate(study.arms):

@@ -85,7 +85,7 @@ class Stretch:
             self.margin = max(LEAST_MARGIN, MARGIN * seconds)
             self.deadline = time.monotonic() - age() + seconds - self.margin
         self.active: dict[Future[Ended], Wanted] = {}
-        self.at_once: dict[Key, int] = {}  # how many there were to be, when a run began
+        self.at_once: dict[Key, int] = {}  # how many there were at the most, beside each
         self.readings: dict[str, list[float]] = {}  # shares of a run a second, since a run began
         self.share: dict[str, float] = {}  # of a run that is done
         self.failed: dict[Key, str] = {}
@@ -157,6 +157,8 @@ class Stretch:
             self.at_once[want.key] = order.at_once
             self.active[crew.submit(worker.attempt, order)] = want
             self.readings = {name: [] for name in (*self.readings, want.name)}
+            for each in self.active.values():
+                self.at_once[each.key] = max(self.at_once[each.key], len(self.active))
             self.display.add(want.name, order.run.loop.steps)
         return bool(self.active)
 
@@ -219,7 +221,7 @@ class Stretch:
             and "memory" in ended.failed
             and (at_once := self.at_once[want.key]) > 1
         ):  # the run is begun again, with more room, which another may have made already
-            if self.packing.slots == at_once:
+            while self.packing.slots >= at_once:
                 self.packing.fewer()
         elif ended.failed is not None:
             self.failed[want.key] = ended.failed
