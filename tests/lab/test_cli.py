@@ -307,7 +307,7 @@ def test_epochs_can_be_switched_off_for_steps(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("file", "said"),
     [
-        ("race.json", "a race: `mars race` resumes it"),
+        ("race.json", "a race: `mars race DIR` resumes it"),
         ("tune.json", "a search: `mars tune` resumes it, and its best.json is a recipe"),
         ("results.jsonl", "a study: `mars study` resumes it"),
         ("notes.txt", "no run\n"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shlex
 import signal
 import subprocess
 import sys
@@ -431,6 +432,12 @@ def test_a_race_from_the_command_line(tmp_path: Path, capsys: Capture) -> None:
     }
     assert captured.out.splitlines()[1:5] == capsys.readouterr().out.splitlines()[1:5]
     about = json.loads((moved / "race.json").read_text())
+    assert shlex.split(about["command"])[2:] == [
+        str(path), *words[2:7], "--keep.out", str(moved), "--jobs", "1"
+    ]  # fmt: skip
+    (moved / "race.json").write_text(json.dumps({**about, "command": "mars race gone.json"}))
+    assert main(["race", str(moved)]) == 1
+    assert "was begun with gone.json, which is not here" in capsys.readouterr().err
     (moved / "race.json").write_text("{")
     assert main(["race", str(moved)]) == 1
     assert "race.json is damaged: give the race's options, and --out" in capsys.readouterr().err

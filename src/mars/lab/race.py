@@ -55,7 +55,8 @@ def race_command(words: list[str]) -> int:
     about = (
         f"Race optimizers on {recipe}. What you override counts for all of them; else each has "
         "its own tuned settings. The first word may be another recipe (`mars train --help` lists "
-        "them). Results go to --out, by default runs/race-RECIPE."
+        "them), or the directory of a race, to go on with it. Results go to --out, by default "
+        "runs/race-RECIPE."
     )
     args = arguments.parse(RaceArgs, words, f"mars race {recipe}", about, base)
     return race(args, base, arguments.asked(words, args), command)
@@ -63,8 +64,7 @@ def race_command(words: list[str]) -> int:
 
 def _as_begun(words: list[str]) -> list[str]:
     """The words of a race whose directory comes first, with what is said after it."""
-    file = Path(words[0], "race.json").expanduser() if words else None
-    if file is None or not file.exists():
+    if not words or not (file := Path(words[0], "race.json")).exists():
         return words
     try:
         _, _, *begun = shlex.split(json.loads(file.read_text())["command"])
@@ -72,11 +72,18 @@ def _as_begun(words: list[str]) -> list[str]:
         raise LabError(
             f"{file} is damaged: give the race's options, and --out {words[0]}"
         ) from None
-    rest = arguments.shorthands(begun)
-    while "--keep.out" in rest:  # it may have been moved since
-        at = rest.index("--keep.out")
-        del rest[at : at + 2]
-    return [*rest, "--keep.out", words[0], *words[1:]]
+    if begun and begun[0].endswith(".json") and not Path(begun[0]).exists():
+        raise LabError(
+            f"{file}: the race was begun with {begun[0]}, which is not here: go on where it is"
+        )
+    more = arguments.shorthands(["--keep.out", *words])  # it may have been moved since
+    said = {word for word in more if word.startswith("--")}
+    kept: list[str] = []
+    option = ""
+    for word in arguments.shorthands(begun):
+        option = word if word.startswith("--") else option
+        kept += [] if option in said else [word]
+    return [*kept, *more]
 
 
 def plan(args: RaceArgs, base: Run, asked: Asked, directory: Path) -> list[Job]:
