@@ -246,6 +246,22 @@ def test_a_real_grad_scaler_leaves_it_to_the_step() -> None:
     assert all(torch.equal(x, k) for x, k in zip(xs, kept, strict=True))
 
 
+def test_consumed_gradients_of_no_size_and_sparse_ones_beside_a_plan() -> None:
+    xs = make((0, 4), (0, 4), (6, 4))
+    optimizer = MARS(xs, fused=True, consume_grads=True)
+    plans = set()
+    for _ in range(3):
+        give(xs)
+        optimizer.step()
+        plans.add(optimizer._plan)
+    assert len(plans) == 1
+    give(xs)
+    xs[2].grad = None
+    xs[2].grad = torch.eye(6, 4).to_sparse()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        optimizer.step()
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_advice_for_a_grad_scaler_helps() -> None:
     """What torch's scaler leaves behind when a step raises must not make the next one raise."""

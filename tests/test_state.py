@@ -698,11 +698,14 @@ def test_a_distributed_checkpoint_after_an_option_was_switched_on(tmp_path: Path
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
+@pytest.mark.parametrize("tensor", [False, True])
 @pytest.mark.parametrize("name", ["lr", "lr_1d", "weight_decay", "gamma"])
-def test_what_a_schedule_has_rounded_below_zero_loads(name: str) -> None:
+def test_what_a_schedule_has_rounded_below_zero_loads(name: str, tensor: bool) -> None:
     """As it steps: torch's LinearLR to 0 ends at −1.4e-19."""
+    if tensor and name not in ("lr", "gamma"):
+        pytest.skip("it is no tensor")
     optimizer, p = stepped()
-    optimizer.param_groups[0][name] = -1.4e-19
+    optimizer.param_groups[0][name] = torch.tensor(-1.4e-19) if tensor else -1.4e-19
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.step()

@@ -255,7 +255,8 @@ def _step_lean(batch: Batch, name: str, length: Tensor | None) -> None:
     for rows in batch.portions():
         part = batch.part(rows)
         wide = part.widened()
-        CELLS[name](wide, length[rows] if length is not None and length.ndim else length)
+        own = length[rows[0] : rows[-1] + 1] if length is not None and length.ndim else length
+        CELLS[name](wide, own)
         part.narrow(wide)
 
 

@@ -166,8 +166,8 @@ def check_values(options: Mapping[str, Any], moved: bool = False) -> None:
     for name in CHECKS:
         if name in options:
             value = options[name]
-            if moved and name in MOVED and _fits(name, value) and not isinstance(value, Tensor):
-                continue
+            if moved and name in MOVED and _number(value, MOVED[name]):
+                value = abs(value)
             _check_value(name, value)
     for name in PAIRS:
         if name in options:

@@ -8,6 +8,7 @@ from itertools import chain
 from operator import attrgetter, is_, is_not
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
@@ -116,8 +117,11 @@ class Plan:
         groups = optimizer.param_groups
         gradients = list(map(_grad, self.params))
         if self.consumes:
-            held = [g for g in map(_grad, self.everyone) if g is not None and g.numel()]
-            if len(set(map(Tensor.data_ptr, self._here(held)))) < len(held):
+            held = [here(g) for g in map(_grad, self.everyone) if g is not None]
+            if any(g.layout is not torch.strided for g in held):
+                return False
+            whole = [g for g in held if g.numel()]
+            if len(set(map(Tensor.data_ptr, whole))) < len(whole):
                 return False  # two of them are one
         if (
             list(map(_structure, groups)) != self.structure

@@ -77,10 +77,12 @@ class Batch:
     def portions(self) -> Iterator[list[int]]:
         """Rows whose decoded buffers there is room for at one time: one, if it is a large one."""
         rows: list[int] = []
+        total = 0
         for i, x in enumerate(self.x):
-            if rows and sum(self.x[row].numel() for row in rows) + x.numel() > DECODED:
+            total += x.numel()
+            if rows and total > DECODED:
                 yield rows
-                rows = []
+                rows, total = [], x.numel()
             rows.append(i)
         yield rows
 
