@@ -39,7 +39,7 @@ def test_a_decay_that_is_for_matrices_alone(
     optimizer = MARS(
         [*groups, {"params": [nn.Parameter(torch.ones(3))], **own}], lr_1d=1e-2, **given
     )
-    expected = "weight_decay=0.01 is for what MARS trains. What AdamW trains (1 tensors here"
+    expected = "weight_decay=0.01 is for what MARS trains; what AdamW trains (1 tensors: "
     assert [text[: len(expected)] for text in caplog.messages] == [expected] * told
     assert optimizer.defaults["weight_decay_1d"] == 0.1
 
@@ -90,17 +90,27 @@ def test_a_rate_of_a_group_that_has_no_matrix(caplog: Log) -> None:
     MARS([{"params": [weight], "lr": 1e-3}, {"params": [bias], "lr": 2e-3}], lr=5e-3)
     (text,) = caplog.messages
     assert text.startswith("lr=0.002 of group 1, which has no matrix, is not the rate")
-    assert "lr_1d=0.003 in proportion, 0.0012" in text
+    assert text.endswith("in proportion, 0.0012. Set lr_1d in the group")
+    caplog.clear()
+    layers = [(nn.Linear(4, 4), 1e-3 * 0.9**i) for i in range(12)]  # a rate a layer: meant
+    MARS([{"params": [p], "lr": lr} for layer, lr in layers for p in layer.parameters()], lr=5e-3)
+    assert caplog.messages == []
+    biases = [{"params": [layer.bias], "lr": lr} for layer, lr in layers]
+    MARS([{"params": [weight]}, *biases], lr=5e-3)
+    assert len(caplog.messages) == 1
+    assert "and of 11 more groups" in caplog.text
 
 
 def test_tables_whose_names_say_nothing(caplog: Log) -> None:
-    tall, hidden = (nn.Parameter(torch.zeros(n, 8)) for n in (2000, 64))
-    MARS([hidden], mars_type="mars-m")
+    tall, hidden, low = (nn.Parameter(torch.zeros(s)) for s in ((2000, 64), (64, 64), (2000, 8)))
+    MARS([hidden, low], mars_type="mars-m")
     MARS([tall])
     MARS(mars.param_groups([("a", hidden), ("b", tall)], mars_type="mars-m"))
     assert caplog.messages == []
     MARS([hidden, tall], mars_type="mars-shampoo")
-    assert "a tensor of shape (2000, 8): by its name or shape an embedding or a head" in caplog.text
+    assert (
+        "a tensor of shape (2000, 64): by its name or shape an embedding or a head" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("matrix", [False, True])

@@ -17,7 +17,7 @@ from mars.state import kind_of
 logger = logging.getLogger("mars")
 
 DEFAULT_LR_1D = 3e-3
-TALL = 10  # rows over columns of what is a table, if nobody says what it is
+WIDE, TALL = 64, 10  # columns, and rows over columns, of what is a table if it has no name
 
 
 def warn(groups: Sequence[dict[str, Any]], lr: float, lr_1d: float, weight_decay: Any) -> None:
@@ -29,35 +29,52 @@ def warn(groups: Sequence[dict[str, Any]], lr: float, lr_1d: float, weight_decay
     _warn_about_more_dimensions(groups)
 
 
+THEIRS = "what AdamW trains ({} tensors: biases, norms, what is routed to it)"
+
+
 def _warn_about_rates(groups: Sequence[dict[str, Any]], lr: float, lr_1d: float) -> None:
     """A small lr beside the default lr_1d is a trap: most people mean both."""
     own = [group for group in groups if group["lr_1d"] == lr_1d]
     count = sum(len(_adamws(group)) for group in own)
-    theirs = "what AdamW trains (%d tensors: biases, norms, what is routed to it)"
+    theirs = THEIRS.format(count)
     if count and lr <= SMALLEST_BASE_LR:
         logger.warning(
-            f"lr_1d=%g is kept as a ratio to lr, which is %g: {theirs} will be trained at whatever "
-            "lr becomes. Begin with the lr that a scheduler shall scale", lr_1d, lr, count,
+            "lr_1d=%g is kept as a ratio to lr, which is %g: %s will be trained at whatever lr "
+            "becomes. Begin with the lr that a scheduler shall scale", lr_1d, lr, theirs,
         )  # fmt: skip
     elif count and lr_1d == DEFAULT_LR_1D and lr < lr_1d / 2:
         logger.warning(
-            f"lr=%g is for what MARS trains. The rate of {theirs} is lr_1d=%g, %.3g times more: "
-            "set lr_1d, or use MARS.from_adamw", lr, count, lr_1d, lr_1d / lr,
+            "lr=%g is for what MARS trains. The rate of %s is lr_1d=%g, %.3g times more: set "
+            "lr_1d, or use MARS.from_adamw", lr, theirs, lr_1d, lr_1d / lr,
         )  # fmt: skip
     elif count and lr_1d == DEFAULT_LR_1D and lr > lr_1d * 100:
         logger.warning(
-            f"lr=%g is for what MARS trains. The rate of {theirs} is lr_1d=%g, and whatever lowers "
-            "lr lowers that as well: set lr_1d=%g too if a schedule brings lr down from there",
-            lr, count, lr_1d, lr,
+            "lr=%g is for what MARS trains. The rate of %s is lr_1d=%g, and whatever lowers lr "
+            "lowers that as well: set lr_1d=%g too if a schedule brings lr down from there",
+            lr, theirs, lr_1d, lr,
         )  # fmt: skip
-    for i, group in enumerate(own):
-        rate = as_float(group["lr"]) * ratio_1d(group)
-        if group["base_lr"] == lr != group["lr"] != rate and _all_adamws(group):
-            logger.warning(
-                "lr=%g of group %d, which has no matrix, is not the rate of its tensors: that is "
-                "lr_1d=%g in proportion, %g. Set lr_1d in the group",
-                as_float(group["lr"]), i, lr_1d, rate,
-            )  # fmt: skip
+    _warn_about_rates_of_vectors([group for group in own if group["base_lr"] == lr])
+
+
+def _warn_about_rates_of_vectors(groups: Sequence[dict[str, Any]]) -> None:
+    """Groups without a matrix that were given lr alone, as for AdamW, where it is their rate. Where
+    matrices have the same, as with a rate a layer, its proportion to theirs is meant.
+    """
+    of_matrices = {as_float(group["lr"]) for group in groups if not _all_adamws(group)}
+    wrong = [
+        (i, lr, rate)
+        for i, group in enumerate(groups)
+        if _all_adamws(group)
+        and (lr := as_float(group["lr"])) not in (of_matrices | {group["base_lr"]})
+        and (rate := lr * ratio_1d(group)) != lr
+    ]
+    if wrong:
+        i, lr, rate = wrong[0]
+        more = f", and of {len(wrong) - 1} more groups" if len(wrong) > 1 else ""
+        logger.warning(
+            "lr=%g of group %d, which has no matrix, is not the rate of its tensors: that is lr_1d "
+            "in proportion, %g. Set lr_1d in the group%s", lr, i, rate, more,
+        )  # fmt: skip
 
 
 def _warn_about_decay(groups: Sequence[dict[str, Any]], weight_decay: Any) -> None:
@@ -72,19 +89,26 @@ def _warn_about_decay(groups: Sequence[dict[str, Any]], weight_decay: Any) -> No
     )  # fmt: skip
 
 
-def warn_about_their_decay(group: dict[str, Any], decay: Any) -> bool:
+def warn_about_their_decay(
+    added: dict[str, Any], given: dict[str, Any], defaults: dict[str, Any]
+) -> bool:
     """A decay is that of matrices, and most people mean all tensors: told of a group whose tensors
     AdamW trains and for which nobody has said ``weight_decay_1d``. Whether it was.
     """
-    routed = group["mars_type"] == "plain-adamw"
-    theirs = group["weight_decay" if routed else "weight_decay_1d"]
-    told = not isinstance(decay, Tensor) and decay not in (0, theirs)
-    count = len(group["params"] if routed else _vectors(group)) if told else 0
+    routed = added["mars_type"] == "plain-adamw"
+    decay, theirs = added["weight_decay"], added["weight_decay_1d"]
+    if routed and "routed" in given and "weight_decay" not in given:
+        asked, theirs = given["routed"]["weight_decay"], decay
+        decay = defaults["weight_decay"] if asked is None else asked
+    elif routed or "weight_decay_1d" in given:
+        return False
+    if isinstance(decay, Tensor) or decay in (0, theirs):
+        return False
+    count = len(added["params"] if routed else _vectors(added))
     if count:
         logger.warning(
-            "weight_decay=%g is for what MARS trains. What AdamW trains (%d tensors here: biases, "
-            "norms, what is routed to it) decays by weight_decay_1d, %g by default: set that too "
-            "if you meant both", decay, count, theirs,
+            "weight_decay=%g is for what MARS trains; %s decays by weight_decay_1d, %g by default: "
+            "set that too if you meant both", decay, THEIRS.format(count), theirs,
         )  # fmt: skip
     return bool(count)
 
@@ -144,17 +168,16 @@ def _warn_about_tables(groups: Sequence[dict[str, Any]]) -> None:
             continue  # param_groups has asked
         names = group.get("param_names", [""] * len(group["params"]))
         for name, p in zip(names, group["params"], strict=True):
-            if KINDS[kind_of(p, group)].matrix and (is_table(name, p) or _tall(p)):
+            if KINDS[kind_of(p, group)].matrix and (is_table(name, p) if name else _tall(p)):
                 found.append(name or f"a tensor of shape {tuple(p.shape)}")
     if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         logger.warning(
             "%s%s: by its name or shape an embedding or a head, whose rows an orthogonal step "
-            "would mix. mars.param_groups leaves embeddings and the head to AdamW",
-            ", ".join(found[:3]), more,
+            "would mix. If so, mars.param_groups leaves it to AdamW",
+            ", ".join(found[:3]), f" and {len(found) - 3} more" if len(found) > 3 else "",
         )  # fmt: skip
 
 
 def _tall(p: Tensor) -> bool:
-    """A row a token; hidden matrices are not that far from square."""
-    return p.ndim == 2 and p.shape[0] >= max(TALL * p.shape[1], 1000)
+    """A row a token, and a width of its own, which factors of low rank have not."""
+    return p.ndim == 2 and p.shape[1] >= WIDE and p.shape[0] >= TALL * p.shape[1]

@@ -32,10 +32,11 @@ ADAMW_OPTIONS = {"betas": "betas_1d", "weight_decay": "weight_decay_1d"}
 # Options that decide the routing, with the defaults of MARS.
 ROUTED_BY = {"mars_type": "mars-adamw", "matrix_rule": "2d", "optimize_1d": False}
 
-# Whole names: "time_emb_proj" and "linear_pos" are layers like others.
+# Modules whose whole name it is, or that end so: "time_emb_proj" and "linear_pos" are layers like
+# others; and parameters of their own, as "rel_pos_h".
 _EMBEDDING = re.compile(
     r"(^|[._])(wte|wpe|emb|(tok|pos)?embed\w*(?<!proj)|cls_token|bias_table|A_log)(\.|$)"
-    r"|(^|\.)pos(\.|$)"
+    r"|(^|\.)pos\.|(^|[._])pos(_(?!proj)\w+)?$"
 )
 _PATCHES = re.compile(r"(^|[._])patch_?embed")
 _HEAD = re.compile(r"(^|\.)(lm_head|head|heads|classifier|score|embed_out)(\.|$)|^(fc|output)\.")

@@ -179,12 +179,6 @@ class MARS(Optimizer):
         differentiable = group.get("differentiable", self.defaults["differentiable"])
         if differentiable and not self.defaults["differentiable"]:
             raise ValueError("a group can be differentiable only if the whole optimizer is")
-        unsaid_decay = getattr(self, "_unsaid_decay", False) and "weight_decay_1d" not in group
-        decay = group.get("weight_decay", self.defaults["weight_decay"])
-        if "routed" in param_group:  # to AdamW, perhaps: who gave a decay meant these tensors
-            unsaid_decay = unsaid_decay and "weight_decay" not in param_group
-            decay = param_group["routed"]["weight_decay"]
-            decay = self.defaults["weight_decay"] if decay is None else decay
         if group.get("weight_decay", 1.0) == 0.0:
             group.setdefault("weight_decay_1d", 0.0)
         own_rate = group.get("lr", self.defaults["lr"])
@@ -200,7 +194,8 @@ class MARS(Optimizer):
                 del self.param_groups[-1]
                 text = f"`fused=True` is not possible for a parameter: {reason}"
                 raise RuntimeError(f"{text}; fused=None takes what is fastest where it is")
-        if unsaid_decay and warn_about_their_decay(added, decay):
+        unsaid = getattr(self, "_unsaid_decay", False)
+        if unsaid and warn_about_their_decay(added, param_group, self.defaults):
             self._unsaid_decay = False  # once is enough
 
     def __getstate__(self) -> dict[str, Any]:
