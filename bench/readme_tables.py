@@ -484,6 +484,16 @@ def conversion(name: str) -> str:
 # ---- the cost of a step
 
 
+def simulated() -> str:
+    """How often verdicts of simulated studies came out either way."""
+    rows = result("simulated_verdicts.json")["rows"]
+    return table(["claim, truth", "holds", "does not hold", "runs"], [
+        [row["case"], *(f"{100 * row[state]:.1f} %" for state in ("holds", "does not hold")),
+         f"{row['runs']:.0f}"]
+        for row in rows
+    ])  # fmt: skip
+
+
 def step_cost() -> str:
     found = {row["name"]: row for row in result("bench_xl_h200.json")["rows"]}
     ours = "mars-adamw fused"
@@ -611,6 +621,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "images": lambda: images("cifar10-resnet18-200", "cifar10-resnet18-short"),
     "cifar10-decay": lambda: decays("cifar10-resnet18-decay"),
     "cifar10-rates": lambda: accuracy_rates("cifar10-resnet18-grid"),
+    "simulated": simulated,
     "tiny-optimizers": lambda: arms("tiny-optimizers"),
     "tiny-correction": lambda: arms("tiny-correction"),
     "tiny-clip": lambda: arms("tiny-clip"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -332,3 +334,17 @@ def test_the_next_stretch_begins_with_as_many_runs_as_usual(
     of = study()
     runs = [result(of, "AdamW", 1e-2, i, 3.0, at_once=n) for i, n in enumerate(at_once)]
     assert packed(runs) == number
+
+
+def test_simulated_studies_end_and_are_counted(tmp_path: Path, capsys) -> None:
+    """bench/simulate_verdicts.py, whose figures are in docs/studies.md."""
+    import simulate_verdicts
+
+    assert simulate_verdicts.main(["--studies", "2", "--out", str(tmp_path / "out.json")]) == 0
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["case"] for row in rows] == [case.text for case in simulate_verdicts.CASES]
+    assert all(0 <= row["holds"] + row["does not hold"] <= 1 for row in rows)
+    assert capsys.readouterr().out.count("\n") == 1 + len(rows)
+    apart = simulate_verdicts.Case("far", Claim(kind="lower"), truth=-1.0)
+    assert simulate_verdicts.measure(apart, 3)["holds"] == 1
+    assert simulate_verdicts.measure(replace(apart, truth=1.0), 3)["does not hold"] == 1
