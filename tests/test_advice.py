@@ -87,9 +87,10 @@ def test_a_rate_of_a_group_that_has_no_matrix(caplog: Log) -> None:
         MARS([{"params": [weight]}, {"params": [bias], "lr": 2e-3, **own}], lr=1e-2, lr_1d=lr_1d)
     MARS([{"params": [weight, bias], "lr": 2e-3}], lr=5e-3)
     assert caplog.messages == []
-    MARS([{"params": [weight], "lr": 1e-3}, {"params": [bias], "lr": 2e-3}], lr=5e-3)
+    own = {"params": [nn.Parameter(torch.ones(2))], "lr": 4e-3, "lr_1d": 4e-3}  # is right
+    MARS([own, {"params": [weight], "lr": 1e-3}, {"params": [bias], "lr": 2e-3}], lr=5e-3)
     (text,) = caplog.messages
-    assert text.startswith("lr=0.002 of group 1, which has no matrix, is not the rate")
+    assert text.startswith("lr=0.002 of group 2, which has no matrix, is not the rate")
     assert text.endswith("in proportion, 0.0012. Set lr_1d in the group")
     caplog.clear()
     layers = [(nn.Linear(4, 4), 1e-3 * 0.9**i) for i in range(12)]  # a rate a layer: meant

@@ -53,10 +53,12 @@ def _warn_about_rates(groups: Sequence[dict[str, Any]], lr: float, lr_1d: float)
             "lowers that as well: set lr_1d=%g too if a schedule brings lr down from there",
             lr, theirs, lr_1d, lr,
         )  # fmt: skip
-    _warn_about_rates_of_vectors([group for group in own if group["base_lr"] == lr])
+    _warn_about_rates_of_vectors(groups, lr, lr_1d)
 
 
-def _warn_about_rates_of_vectors(groups: Sequence[dict[str, Any]]) -> None:
+def _warn_about_rates_of_vectors(
+    groups: Sequence[dict[str, Any]], base: float, lr_1d: float
+) -> None:
     """Groups without a matrix that were given lr alone, as for AdamW, where it is their rate. Where
     matrices have the same, as with a rate a layer, its proportion to theirs is meant.
     """
@@ -64,8 +66,9 @@ def _warn_about_rates_of_vectors(groups: Sequence[dict[str, Any]]) -> None:
     wrong = [
         (i, lr, rate)
         for i, group in enumerate(groups)
-        if _all_adamws(group)
-        and (lr := as_float(group["lr"])) not in (of_matrices | {group["base_lr"]})
+        if (group["base_lr"], group["lr_1d"]) == (base, lr_1d)
+        and _all_adamws(group)
+        and (lr := as_float(group["lr"])) not in (of_matrices | {base})
         and (rate := lr * ratio_1d(group)) != lr
     ]
     if wrong:
