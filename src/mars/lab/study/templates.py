@@ -255,3 +255,49 @@ def scale(name: str, base: Base, lr: float, original: float, what: str, by: floa
             lower(corrected.label, ORIGINAL, 0.01),
         ),
     )
+
+
+def baseline(
+    name: str, base: Base, lr: float, matrix: Arm, what: str, prediction: str, *, by: float,
+    faster: float, changes: Changes | None = None,
+) -> Study:  # fmt: skip
+    """Is AdamW held back by a setting of its own? Elsewhere it has one of each, as everybody has.
+
+    ``faster``: times that the rate of tables and norms is the matrices', as it may be beside a
+    matrix type. MARS-AdamW without correction and clip is AdamW, with a rate for each of the two.
+    """
+    adamw, shared = "AdamW", changes or {}
+    steps = base("adamw").replace(**{p: dict(f) for p, f in shared.items()}).loop.steps
+
+    def arm(label: str, optimizer: str = "adamw", warmup: int | None = None, **own: object) -> Arm:
+        schedule = {} if warmup is None else {"schedule": {"warmup_steps": warmup}}
+        return Arm(label=f"{adamw}, {label}", optimizer=optimizer, lr=lr,
+                   changes={**shared, **schedule, "optimizer": own})  # fmt: skip
+
+    plain = {"clip": "None", "second_moment": "raw", "embeddings": "adamw"}
+    variants = (
+        arm(f"tables and norms at {faster:g} lr", "mars-adamw", gamma=0.0, lr=1.0, lr_1d=faster,
+            options=plain),
+        arm("betas (.9, .99)", betas=(0.9, 0.99)),
+        arm("betas (.95, .95)", betas=(0.95, 0.95)),
+        arm("warm-up 2 %", warmup=steps // 50),
+        arm("warm-up 30 %", warmup=3 * steps // 10),
+        arm("decay 0", weight_decay=0.0),
+        arm("decay 0.5", weight_decay=0.5),
+    )  # fmt: skip
+    return Study(
+        name=name,
+        question=f"{what}: is AdamW held back by its betas, its warm-up, its decay, or one rate "
+        "for all tensors?",
+        prediction=prediction,
+        base=base,
+        arms=(
+            Arm(label=adamw, optimizer="adamw", lr=lr, changes=shared),
+            dataclasses.replace(matrix, changes={**shared, **matrix.changes}),
+            *variants,
+        ),
+        comparisons=(
+            *(lower(variant.label, adamw, 0.02) for variant in variants),
+            *(lower(matrix.label, label, by) for label in (adamw, *(v.label for v in variants))),
+        ),
+    )
