@@ -1,6 +1,7 @@
 """Settings shared by all tests. Without a GPU, Triton's kernels run in its interpreter."""
 
 import os
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +13,13 @@ from interpreter import patch_once_a_launch
 if not torch.cuda.is_available() and find_spec("triton"):
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
     patch_once_a_launch()
+
+# A shell starts `make test &` with Ctrl-C ignored, and nohup with SIGHUP: our processes would
+# inherit that, and tests of what they do when interrupted wait in vain.
+for _number, _usual in ((signal.SIGINT, signal.default_int_handler),
+                        (signal.SIGHUP, signal.SIG_DFL)):  # fmt: skip
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _usual)
 
 
 @pytest.fixture(autouse=True)
