@@ -266,38 +266,47 @@ def baseline(
     ``faster``: times that the rate of tables and norms is the matrices', as it may be beside a
     matrix type. MARS-AdamW without correction and clip is AdamW, with a rate for each of the two.
     """
-    adamw, shared = "AdamW", changes or {}
+    shared = changes or {}
     steps = base("adamw").replace(**{p: dict(f) for p, f in shared.items()}).loop.steps
+    longest = "warm-up 30 %"  # changes more than the others: everybody has it
 
-    def arm(label: str, optimizer: str = "adamw", warmup: int | None = None, **own: object) -> Arm:
+    def vary(arm: Arm, change: str, warmup: int | None = None, **own: object) -> Arm:
         schedule = {} if warmup is None else {"schedule": {"warmup_steps": warmup}}
-        return Arm(label=f"{adamw}, {label}", optimizer=optimizer, lr=lr,
-                   changes={**shared, **schedule, "optimizer": own})  # fmt: skip
+        optimizer = {"optimizer": own} if own else {}
+        return dataclasses.replace(
+            arm, label=f"{arm.label}, {change}", changes={**arm.changes, **schedule, **optimizer}
+        )
 
+    adamw = Arm(label="AdamW", optimizer="adamw", lr=lr, changes=shared)
+    ours = mars_adamw("MARS-AdamW", lr, shared)
+    matrix = dataclasses.replace(matrix, changes=shared)
     plain = {"clip": "None", "second_moment": "raw", "embeddings": "adamw"}
+    two_rates = dataclasses.replace(adamw, optimizer="mars-adamw")
     variants = (
-        arm(f"tables and norms at {faster:g} lr", "mars-adamw", gamma=0.0, lr=1.0, lr_1d=faster,
-            options=plain),
-        arm("betas (.9, .99)", betas=(0.9, 0.99)),
-        arm("betas (.95, .95)", betas=(0.95, 0.95)),
-        arm("warm-up 2 %", warmup=steps // 50),
-        arm("warm-up 30 %", warmup=3 * steps // 10),
-        arm("decay 0", weight_decay=0.0),
-        arm("decay 0.5", weight_decay=0.5),
+        vary(two_rates, f"tables and norms at {faster:g} lr", gamma=0.0, lr=1.0, lr_1d=faster,
+             options=plain),
+        vary(adamw, "betas (.9, .99)", betas=(0.9, 0.99)),
+        vary(adamw, "betas (.95, .95)", betas=(0.95, 0.95)),
+        vary(adamw, "warm-up 2 %", warmup=steps // 50),
+        vary(adamw, longest, warmup=3 * steps // 10),
+        vary(adamw, "decay 0", weight_decay=0.0),
+        vary(adamw, "decay 0.5", weight_decay=0.5),
     )  # fmt: skip
+    others = [vary(arm, longest, warmup=3 * steps // 10) for arm in (ours, matrix)]
     return Study(
         name=name,
         question=f"{what}: is AdamW held back by its betas, its warm-up, its decay, or one rate "
         "for all tensors?",
         prediction=prediction,
         base=base,
-        arms=(
-            Arm(label=adamw, optimizer="adamw", lr=lr, changes=shared),
-            dataclasses.replace(matrix, changes={**shared, **matrix.changes}),
-            *variants,
-        ),
+        arms=(adamw, ours, matrix, *variants, *others),
         comparisons=(
-            *(lower(variant.label, adamw, 0.02) for variant in variants),
-            *(lower(matrix.label, label, by) for label in (adamw, *(v.label for v in variants))),
+            *(lower(variant.label, adamw.label, 0.02) for variant in variants),
+            *(lower(matrix.label, arm.label, by) for arm in (adamw, *variants)),
+            lower(ours.label, adamw.label),
+            *(
+                lower(arm.label, f"{adamw.label}, {longest}", least)
+                for arm, least in zip(others, (0.0, by), strict=True)
+            ),
         ),
     )
