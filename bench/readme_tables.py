@@ -360,15 +360,19 @@ def scored(name: str) -> str:
     study = questions.find(name)
     folders = {arm.label: arm.folder for arm in study.arms}
     done = {f"{folders[r.arm]}-lr{r.lr:g}-s{r.seed}": r for r in Results(RESULTS / name).read()}
-    head, rows = ["", "rate", "validation loss"], []
+    head, rows = ["", "rate", "seed", "validation loss"], []
     models = {model["name"]: model for model in result(f"{name}/eval.json")["models"]}
     order = [arm.label for arm in study.arms]
-    for key in sorted(models, key=lambda key: (order.index(done[key].arm), done[key].lr)):
+
+    def place(key: str) -> tuple[float, ...]:
+        return order.index(done[key].arm), done[key].lr, done[key].seed
+
+    for key in sorted(models, key=place):
         run, model = done[key], models[key]
         cells = [f"{task}, {t['metric']}, %" for task, t in model["tasks"].items()]
         scores = [t[t["metric"]] for t in model["tasks"].values()]
         rows.append([
-            study.arm(run.arm).name, units.rate(run.lr), _loss([run.final]),
+            study.arm(run.arm).name, units.rate(run.lr), f"{run.seed}", _loss([run.final]),
             *(f"{100 * s['value']:.2f} ± {100 * s['stderr']:.2f}" for s in scores),
         ])  # fmt: skip
     return table([*head, *cells], rows)
@@ -626,6 +630,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tiny-correction": lambda: arms("tiny-correction"),
     "tiny-clip": lambda: arms("tiny-clip"),
     "search-50m": lambda: arms("search-50m"),
+    "baseline-50m": lambda: arms("baseline-50m"),
     "tiny-search": lambda: arms("tiny-search"),
     "tiny-length": lambda: arms("tiny-length"),
     "tiny-decay": lambda: by_decay("tiny-decay"),

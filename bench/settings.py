@@ -79,9 +79,14 @@ def of_grid(path: Path, source: str) -> Iterator[Setting]:
 
 
 def of_study(study: Study, results: Sequence[Result], source: str) -> Iterator[Setting]:
-    """A study's arms, as far as rates were compared: the only one that was run is no best one."""
+    """A study's arms, as far as rates were compared: the only one that was run is no best one.
+
+    Without those that have a warm-up of their own, of which a setting says nothing.
+    """
     for ladder in ladders(study, results).values():
         if ladder.best is None or len(ladder.losses) < 2:
+            continue
+        if _warmup(study.run(ladder.arm)) != _warmup(study.base(ladder.arm.optimizer)):
             continue
         yield setting(
             study.run(ladder.arm, ladder.best),
@@ -93,6 +98,11 @@ def of_study(study: Study, results: Sequence[Result], source: str) -> Iterator[S
             arm=ladder.arm.label,
             command=f"mars study {study.name}",
         )
+
+
+def _warmup(run: Run) -> int:
+    """In percent of the steps."""
+    return round(100 * run.schedule.warmup_steps / run.loop.steps)
 
 
 def _runs(s: Setting) -> tuple[Any, ...]:

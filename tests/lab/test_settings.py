@@ -136,6 +136,16 @@ def test_a_studys_results_become_settings_and_rates_without_a_change_of_code(
     )
 
 
+def test_a_rate_of_another_warm_up_is_no_setting_of_the_recipe(root: Path) -> None:
+    """At the recipe's own warm-up AdamW loses 0.4 at the rate that is best with a longer one."""
+    add(root, find("baseline-50m"), {
+        "AdamW": {0.001: [4.4], 0.002: [4.3], 0.004: [4.7]},
+        "AdamW, warm-up 30 %": {0.002: [4.28], 0.004: [4.25], 0.008: [4.3]},
+    })  # fmt: skip
+    own = [s for s in script.collect(root) if s.source == "docs/results/baseline-50m/results.jsonl"]
+    assert [(s.arm, s.lr) for s in own] == [("AdamW", 0.002)]
+
+
 def test_results_of_an_arm_that_was_changed_are_refused(root: Path) -> None:
     add(root, find("optimizers-50m"), {"AdamW": {0.002: [4.3]}})
     path = root / STUDY
