@@ -221,7 +221,7 @@ def baseline_50m() -> Study:
         "In part: in 900 steps AdamW gains up to 0.1 where tables and norms have the rate that "
         "MARS-Shampoo leaves them, eight times AdamW's, and up to 0.05 by a longer warm-up; betas "
         "and decay change less than 0.02. MARS-Shampoo stays 0.1 below each. (Added after five "
-        "runs, in which AdamW gained 0.067 by the longer warm-up: MARS-AdamW gains less by it, so "
+        "runs, in which AdamW gained 0.066 by the longer warm-up: MARS-AdamW gains less by it, so "
         "that its lead goes; MARS-Shampoo keeps most of its own.)"
     )
     return baseline("baseline-50m", gpt_50m, 2e-3, shampoo, what, prediction, by=0.1, faster=8.0)
