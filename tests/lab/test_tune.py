@@ -96,6 +96,26 @@ def test_a_search_tries_the_recipe_first_and_leaves_a_better_one(
     assert f"mars train {out}/best.json" in captured.out
 
 
+def test_a_search_may_vary_the_warm_up(tmp_path: Path) -> None:
+    out = tmp_path / "search"
+    mini = recipe(tmp_path, "adamw", schedule={"warmup_steps": 2})
+    words = (mini, "--out", out, "--search", "lr", "warmup_steps")
+    assert go(*words, "--trials", 3) == 0
+    assert go(*words, "--trials", 5) == 0  # goes on
+    trials = found(out)["trials"]
+    assert [t["state"] for t in trials] == ["complete"] * 5
+    steps = [t["values"]["warmup_steps"] for t in trials]
+    assert steps[0] == 2
+    assert len(set(steps)) > 2
+    assert all(isinstance(n, int) and 1 <= n <= 6 for n in steps)  # of 12
+    for t, n in zip(trials, steps, strict=True):
+        made = json.loads((out / t["runs"][0] / "config.json").read_text())
+        assert made["schedule"]["warmup_steps"] == n
+        assert made["optimizer"]["lr"] == pytest.approx(t["values"]["lr"], rel=1e-3)
+    best = arguments.overridden(json.loads((out / "best.json").read_text()))
+    assert best.schedule.warmup_steps == steps[found(out)["best"]]
+
+
 def test_a_search_begins_with_what_was_measured_then_with_the_recipe(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -353,7 +373,7 @@ def test_bad_words_are_refused(tmp_path: Path) -> None:
         go(recipe(tmp_path, "adamw"), "--out", out, "--search", "gamma")
     with pytest.raises(LabError, match=r"optimizer\.lr must be above 0"):
         go(mini, "--out", out, "--optimizer.lr", "0")
-    for word, hint in (("foo", "it can be lr, lr_1d, weight_decay, gamma"),
+    for word, hint in (("foo", "it can be lr, lr_1d, weight_decay, gamma, warmup_steps"),
                        ("Gama", "did you mean gamma?")):  # fmt: skip
         with pytest.raises(UsageError, match=f"--search {word}: {re.escape(hint)}"):
             go(mini, "--out", out, "--search", "lr", word)
@@ -377,6 +397,30 @@ def test_ranges_lie_around_the_recipe() -> None:
     assert space(of(gamma=0.2), ["gamma"])["gamma"].high == 0.4
     assert space(of(lr=0.01), ["lr_1d"])["lr_1d"].own == 0.01
     assert list(space(of(name="my.module:Own"))) == ["lr", "weight_decay"]
+
+
+def test_the_range_of_a_warm_up() -> None:
+    def warmup(steps: int, own: int) -> Range:
+        made = run(Path()).replace(schedule={"warmup_steps": own}, loop={"steps": steps})
+        return space(made, ["warmup_steps"])["warmup_steps"]
+
+    assert warmup(900, 90) == Range(90, 11, 450, log=True)
+    assert warmup(900, 0) == Range(0, 0, 450, log=False)
+    assert warmup(10, 8) == Range(8, 1, 8, log=True)  # the recipe's own is always in it
+    rising = run(Path()).replace(schedule={"shape": "onecycle"})
+    with pytest.raises(LabError, match="onecycle has a rise of its own"):
+        space(rising, ["warmup_steps"])
+
+
+def test_nothing_is_pruned_while_some_trial_may_still_warm_up() -> None:
+    made = run(Path()).replace(schedule={"warmup_steps": 90}, loop={"steps": 900})
+    assert search.first_pruning(made, space(made, ["lr"])) == 300
+    assert search.first_pruning(made, space(made, ["lr", "warmup_steps"])) == 900
+
+
+def test_the_option_that_moves_a_range() -> None:
+    assert search.option("weight_decay") == "--optimizer.weight-decay"
+    assert search.option("warmup_steps") == "--schedule.warmup-steps"
 
 
 def test_settings_have_four_digits_but_the_recipes_own_are_exact() -> None:

@@ -183,7 +183,7 @@ class Findings:
             end = search.at_edge(found, value)
             if end is not None:
                 limits = f"{units.rate(found.low)} to {units.rate(found.high)}"
-                option = f"--optimizer.{name.replace('_', '-')} {value:.4g}"
+                option = f"{search.option(name)} {value:.4g}"
                 lines.append(
                     f"warning: the best {name}, {units.rate(value)}, is at the {end} end of its "
                     f"range, {limits}: search around it with {option} and another --out"

@@ -7,8 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
+from mars.lab import tasks
 from mars.lab.config import Model, Run
 from mars.lab.errors import LabError
 from mars.lab.optimizers import REGISTRY
@@ -18,7 +19,8 @@ from mars.lab.rundir import drop_torn_line
 if TYPE_CHECKING:
     import optuna
 
-Name = Literal["lr", "lr_1d", "weight_decay", "gamma"]
+Name = Literal["lr", "lr_1d", "weight_decay", "gamma", "warmup_steps"]
+WARMUP = "warmup_steps"  # whole steps, and a field of the schedule; the others are the optimizer's
 
 WIDTH = 8.0  # a range around the recipe's value: it times and divided by this
 PUBLISHED_GAMMA = 0.025
@@ -54,7 +56,7 @@ def space(run: Run, names: Sequence[Name] | None = None) -> dict[str, Range]:
     if names is None:
         names = ("lr", "weight_decay", "gamma") if "gamma" in uses else ("lr", "weight_decay")
     if not names:
-        raise LabError("--search names nothing to search: lr, lr_1d, weight_decay or gamma")
+        raise LabError(f"--search names nothing to search: {', '.join(get_args(Name))}")
     for name in names:
         if name in ("gamma", "lr_1d") and o.name in REGISTRY and name not in uses:
             raise LabError(f"--search {name}: {o.name} has no such option")
@@ -69,6 +71,7 @@ def space(run: Run, names: Sequence[Name] | None = None) -> dict[str, Range]:
             else Range(0.0, 0.0, 0.3, log=False)
         ),
         "gamma": lambda: Range(gamma, min(0.0, gamma), max(0.2, 2 * gamma), log=False),
+        WARMUP: lambda: _warmup(run),
     }
     return {name: ranges[name]() for name in dict.fromkeys(names)}
 
@@ -84,12 +87,24 @@ def _around(own: float, name: str) -> Range:
     return Range(own, own / WIDTH, own * WIDTH, log=True)
 
 
+def _warmup(run: Run) -> Range:
+    """In whole steps: from none, or an eighth of the recipe's, up to half of the steps."""
+    if run.schedule.shape == "onecycle":
+        raise LabError(f"--search {WARMUP}: onecycle has a rise of its own (schedule.rise_share)")
+    own, half = run.schedule.warmup_steps, tasks.with_steps(run).loop.steps // 2
+    low = max(1, int(own / WIDTH)) if own else 0
+    return Range(own, low, max(own, half, low + 1), log=own > 0)
+
+
 def at(run: Run, ranges: Mapping[str, Range], values: Mapping[str, float]) -> Run:
     """The run with these settings, to four digits; lr_1d keeps its proportion to lr."""
     fields = {
         name: value if value == ranges[name].own else float(f"{value:.4g}")
         for name, value in values.items()
+        if name != WARMUP
     }
+    if WARMUP in values:
+        run = run.replace(schedule={WARMUP: round(values[WARMUP])})
     own = run.optimizer
     if "lr" in fields and "lr_1d" not in fields and fields["lr"] != own.lr:
         fields |= at_rate(own, fields["lr"])
@@ -141,9 +156,10 @@ def open_study(directory: Path, first_pruning: int | None) -> optuna.Study:
     )
 
 
-def first_pruning(run: Run) -> int:
+def first_pruning(run: Run, ranges: Mapping[str, Range]) -> int:
     """Steps before a run may be stopped: curves cross early on, and while rates rise."""
-    return max(run.loop.steps // 3, 2 * run.schedule.warmup_steps)
+    longest = ranges[WARMUP].high if WARMUP in ranges else run.schedule.warmup_steps
+    return max(run.loop.steps // 3, 2 * round(longest))
 
 
 def starts(
@@ -188,6 +204,17 @@ def next_trial(
     return trial
 
 
+def option(name: str) -> str:
+    """Of the command line, for a setting that is searched."""
+    part = "schedule" if name == WARMUP else "optimizer"
+    return f"--{part}.{name.replace('_', '-')}"
+
+
 def suggest(trial: optuna.Trial, ranges: Mapping[str, Range]) -> dict[str, float]:
     """A trial's settings; drawn the first time, remembered from then on."""
-    return {n: trial.suggest_float(n, r.low, r.high, log=r.log) for n, r in ranges.items()}
+    return {
+        name: trial.suggest_int(name, int(found.low), int(found.high), log=found.log)
+        if name == WARMUP
+        else trial.suggest_float(name, found.low, found.high, log=found.log)
+        for name, found in ranges.items()
+    }

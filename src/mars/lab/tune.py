@@ -1,4 +1,4 @@
-"""`mars tune`: search learning rate, weight decay and γ of an optimizer on a recipe."""
+"""`mars tune`: search learning rate, weight decay, γ and warm-up of an optimizer on a recipe."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class TuneArgs(Run):
     trials: int = 20
     """Settings to try; the first are the best measured for a like model, then the recipe's own."""
     search: tuple[search.Name, ...] | None = None
-    """What to vary; by default lr, weight_decay and, for MARS, gamma."""
+    """What to vary; by default lr, weight_decay and, for MARS, gamma. A longer warm-up may allow a
+    higher rate: lr warmup_steps searches both."""
     seeds: int = 1
     """Runs of each trial, which is judged by their mean."""
     prune: bool = True
@@ -130,7 +131,7 @@ class Search:
     ) -> None:
         self.args, self.findings, self.jobs, self.first = args, found, jobs, first
         self.run, self.ranges, self.directory = found.run, found.ranges, found.directory
-        self.first_pruning = search.first_pruning(self.run) if args.prune else None
+        self.first_pruning = search.first_pruning(self.run, self.ranges) if args.prune else None
         search.repair(self.directory)
         self.study = search.open_study(self.directory, self.first_pruning)
         self.active: dict[Future[Ended], optuna.Trial] = {}
