@@ -497,7 +497,8 @@ def test_numbers_of_numpy_and_rates_with_a_gradient(tmp_path) -> None:
     import numpy as np
 
     p = nn.Parameter(torch.ones(2, 2))
-    optimizer = MARS([p], lr=np.float32(0.01), ns_steps=np.int64(4))
+    optimizer = MARS([p], lr=np.float32(0.01), ns_steps=np.int64(4), betas=np.array([0.9, 0.95]))
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
     assert type(optimizer.param_groups[0]["lr"]) is float
     torch.save(optimizer.state_dict(), tmp_path / "s.pt")
     torch.load(tmp_path / "s.pt", weights_only=True)

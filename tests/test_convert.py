@@ -119,6 +119,20 @@ def test_it_says_what_it_chose(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0.1 -> 0.0803" in said
 
 
+def test_it_says_the_rate_that_vectors_have(capsys: pytest.CaptureFixture[str]) -> None:
+    optimizer = MARS.from_adamw(adamw(model()), optimize_1d=True)
+    rows = capsys.readouterr().out.splitlines()[2:]
+    for row, group, lr in zip(rows, optimizer.param_groups, ("0.000747", "0.00125"), strict=True):
+        assert row.split().count(lr) == 2  # of matrices, of vectors
+        assert f"{group['lr']:.3g}" == lr
+
+
+def test_a_model_without_shapes_and_an_engine_that_was_chosen() -> None:
+    lazy = torch.optim.AdamW(nn.LazyLinear(3).parameters(), foreach=False, lr=torch.tensor(1e-3))
+    made = MARS.from_adamw(lazy)
+    assert made.param_groups[0]["foreach"] is False
+
+
 def test_names_schedulers_and_other_types() -> None:
     m = model()
     old = torch.optim.AdamW(m.named_parameters(), lr=torch.tensor(1e-3), weight_decay=0.1)

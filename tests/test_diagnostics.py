@@ -98,8 +98,12 @@ def test_update_rms() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"clip": "global"}, {"mars_type": "mars-lion", "clip": None}]
-)
+    "options",
+    [
+        {}, {"clip": "global"}, {"mars_type": "mars-lion", "clip": None},
+        {"state_dtype": "bfloat16"}, {"state_dtype": "8bit"}, {"state_dtype": {"exp_avg": "8bit"}},
+    ],
+)  # fmt: skip
 def test_observed_training_is_the_same_training(options: dict) -> None:
     results = []
     for observed in (True, False):

@@ -268,6 +268,99 @@ def test_exact_mode_without_closure_or_protocol_is_refused() -> None:
         optimizer.step()
 
 
+def test_who_follows_the_protocol_after_a_refusal_begins_it() -> None:
+    model, batches = make_model(), make_batches(4)
+    optimizer = MARS(model.parameters(), is_approx=False)
+    for refused in (False, True):
+        optimizer.zero_grad()
+        loss_of(model, batches[0]).backward()
+        with pytest.raises(RuntimeError, match="previous param") if refused else nullcontext():
+            optimizer.step()
+    with pytest.warns(UserWarning, match="this one step is taken without correction"):
+        follow_protocol(optimizer, model, batches, [1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        follow_protocol(optimizer, model, batches, [2])
+    assert optimizer.state[model[0].weight]["step"] == 3
+
+
+def test_gradients_that_a_grad_scaler_leaves_scaled_are_warned_about() -> None:
+    p = nn.Parameter(torch.ones(3, 3))
+    optimizer = MARS([p], is_approx=False)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(p.square().sum()).backward()
+    optimizer.update_previous_grad()
+    with pytest.warns(UserWarning, match="not the gradients that update_previous_grad") as said:
+        scaler.step(optimizer)
+    assert said[0].filename == __file__
+
+
+def test_a_step_without_gradients_after_closures_is_no_misuse() -> None:
+    model, batches = make_model(), make_batches(3)
+    optimizer, _ = train_by_closure(model, batches)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert optimizer.state[model[0].weight]["step"] == 3
+
+
+def test_the_protocol_may_begin_with_a_parameter_that_is_new() -> None:
+    p, late = (nn.Parameter(torch.ones(3, 3)) for _ in range(2))
+    optimizer = MARS([p, late], is_approx=False)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    p.grad, late.grad = torch.full((3, 3), 0.1), torch.full((3, 3), 0.2)
+    optimizer.update_previous_grad()
+    with pytest.warns(UserWarning, match="without correction"):
+        optimizer.step()
+    optimizer.update_last_grad()
+    assert [int(optimizer.state[q]["step"]) for q in (p, late)] == [3, 1]
+
+
+def test_a_group_that_comes_back_is_not_evaluated_where_it_was() -> None:
+    """Its parameters went on without this optimizer, or stayed: they are not those of before."""
+    p, q = (nn.Parameter(torch.ones(3, 3)) for _ in range(2))
+    optimizer = MARS([{"params": [p]}, {"params": [q]}], is_approx=False)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (p * q).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    group = optimizer.param_groups.pop(1)
+    for _ in range(3):
+        optimizer.step(closure)
+    optimizer.add_param_group(group)
+    with pytest.warns(UserWarning, match="for 1 tensors"):
+        optimizer.step(closure)
+
+
+def test_a_gradient_that_becomes_sparse_is_named() -> None:
+    table = nn.Embedding(4, 3)
+    optimizer = MARS(table.parameters(), is_approx=False)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = table(torch.tensor([1, 2])).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    before = table.weight.detach().clone()
+    table.sparse = True
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step(closure)
+    assert torch.equal(table.weight, before)
+
+
 @pytest.mark.parametrize("lr", [1e-2, torch.tensor(1e-2)], ids=["float", "tensor"])
 def test_dcp_init_step_does_not_count_as_a_step_of_the_protocol(lr: float | torch.Tensor) -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict

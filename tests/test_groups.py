@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -324,6 +326,12 @@ def test_routes_are_told_apart() -> None:
     groups = by_name(mars.param_groups(Gpt(), mars_type="mars-m", routes=routes))
     assert groups["wte.weight"]["mars_type"] == "mars-m"
     assert groups["blocks.0.attn.weight"]["mars_type"] == "plain-adamw"
+
+
+def test_a_compiled_expression_is_a_route() -> None:
+    groups = mars.param_groups(Gpt(), routes=[(re.compile(r"WTE", re.IGNORECASE), "adamw")])
+    routed = by_name(groups)["wte.weight"]
+    assert (routed["mars_type"], routed["name"]) == ("plain-adamw", "route 0: WTE")
 
 
 class Net(nn.Module):

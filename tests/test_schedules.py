@@ -91,6 +91,15 @@ def test_groups_that_share_a_default_tensor_are_told_apart() -> None:
     opt = MARS([{"params": [p]}, {"params": [q]}], gamma=torch.tensor(0.3))
     scheduler = GammaScheduler(opt, [schedules.constant(0.1), schedules.constant(0.2)])
     assert scheduler.get_last_gamma() == pytest.approx([0.1, 0.2])
+    shared = MARS([{"params": [p]}, {"params": [q]}], gamma=torch.tensor(0.3)).state_dict()
+    opt.load_state_dict(shared)  # which ties them together again
+    scheduler.step()
+    assert scheduler.get_last_gamma() == pytest.approx([0.1, 0.2])
+
+
+def test_a_number_in_a_list_is_no_schedule() -> None:
+    with pytest.raises(TypeError, match=r"a list of them, not \[0.1\].*schedules.constant"):
+        GammaScheduler(optimizer(), [0.1])
 
 
 def test_a_group_added_later_is_scheduled_too() -> None:

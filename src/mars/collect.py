@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -77,7 +78,16 @@ def _stepped(optimizer: MARS) -> list[tuple[dict[str, Any], Tensor]]:
 
 def may_scale(optimizer: MARS) -> bool:
     """Whether all is fused, so that a GradScaler may leave unscaling and skipping to the step."""
-    if optimizer._observer is not None or not all(g["is_approx"] for g in optimizer.param_groups):
+    if not all(group["is_approx"] for group in optimizer.param_groups):
+        if optimizer._exact.stored_previous:  # a GradScaler asks before every step
+            warnings.warn(
+                "exact mode under a GradScaler: it unscales p.grad, and not the gradients that "
+                "update_previous_grad() has kept, by which the next step will be corrected. Take "
+                "those of an unscaled loss; or bfloat16, which needs no scaler",
+                stacklevel=4,  # to where scaler.step was called
+            )
+        return False
+    if optimizer._observer is not None:
         return False
     if optimizer._plan is not None and optimizer._plan.outside:
         return False
@@ -226,7 +236,7 @@ def step_batches(optimizer: MARS, batches: list[tuple[Batch, str]], plan: Plan |
     if observer is None and any(away):
         travellers = [(wide[i], lengths[i]) for i, gone in enumerate(away) if gone]
         finish = _sent(travellers, ranks)
-    for batch, (_, name), clip_by, gone in zip(wide, batches, lengths, away, strict=True):
+    for batch, (narrow, name), clip_by, gone in zip(wide, batches, lengths, away, strict=True):
         if gone and observer is None:
             continue
         if observer is not None:
@@ -235,7 +245,7 @@ def step_batches(optimizer: MARS, batches: list[tuple[Batch, str]], plan: Plan |
             _sent([(batch, clip_by)], ranks)()
         elif batch.launch is not None:
             batch.launch.clip(batch, clip_by)
-        elif batch.lean():
+        elif batch is narrow and batch.lean():  # what has been decoded has wider buffers, too
             _step_lean(batch, name, clip_by)
         else:
             CELLS[name](batch, clip_by)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import AdamW
 
 from mars.options import CHECKS, METADATA, as_float
@@ -55,7 +56,8 @@ def from_adamw(
     ``rule="published"`` does what the authors did for GPT-2: lr × 10, λ ÷ 10, betas (0.95, 0.99),
     and AdamW's rate for the tensors that are not matrices × 5.
 
-    Under ``"step-size"``, tensors that are not matrices go on with AdamW exactly as configured.
+    Under ``"step-size"``, tensors that are not matrices go on with AdamW exactly as configured,
+    unless ``optimize_1d=True`` has MARS train them as well.
     Moments are not carried over: call this before training.
 
     Args:
@@ -95,7 +97,7 @@ def from_adamw(
         betas = group["betas"] if keep else settings["betas"]
         factors = _factors(rule, settings, float(betas[0]))
         groups.append({**_converted(group, betas, *factors), **_only(KEPT, options)})
-        rows.append((str(i), *_row(group, betas, *factors)))
+        rows.append((str(i), *_row(group, betas, factors[0], _of_vectors(settings, *factors))))
     mars = make(groups, **options)
     for group, own in zip(mars.param_groups, optimizer.param_groups, strict=True):
         for name in own.keys() - optimizer.defaults.keys() - CHECKS.keys() - METADATA:
@@ -123,8 +125,8 @@ def _converted(group: Group, betas: Any, factor: float, factor_1d: float) -> Gro
         if name in group:
             new[name] = group[name] * factor
     lr, decay = group["lr"], group["weight_decay"]
-    if isinstance(lr, Tensor):
-        new["foreach"] = None if not group["capturable"] else group["foreach"]
+    if isinstance(lr, Tensor) and group["foreach"] and not group["capturable"]:
+        new["foreach"] = None
     peak = _shown_lr(group) or 1.0  # vectors follow the peak rate
     new |= {
         "lr": lr * factor,
@@ -142,14 +144,21 @@ def _converted(group: Group, betas: Any, factor: float, factor_1d: float) -> Gro
 
 def _row(group: Group, betas: Any, factor: float, factor_1d: float) -> tuple[str, ...]:
     """What is said of a group."""
-    lr, decay = _shown_lr(group), group["weight_decay"]
+    lr, decay = _shown_lr(group), as_float(group["weight_decay"])
+    lazy = any(is_lazy(p) for p in group["params"])
     return (
-        f"{sum(p.numel() for p in group['params']):,}",
+        "not known yet" if lazy else f"{sum(p.numel() for p in group['params']):,}",
         f"{lr:.3g} -> {lr * factor:.3g}",
         f"{decay:.3g} -> {decay / factor:.3g}",
         f"{lr * factor_1d:.3g}",
         f"{betas}",
     )
+
+
+def _of_vectors(settings: Group, factor: float, factor_1d: float) -> float:
+    """What the rate of vectors is multiplied by: MARS may train them, too."""
+    mars = settings["optimize_1d"] and settings["mars_type"] != "plain-adamw"
+    return factor if mars else factor_1d
 
 
 def _factors(rule: str, settings: dict[str, Any], beta1: float) -> tuple[float, float]:

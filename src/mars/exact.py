@@ -42,6 +42,7 @@ class Memory:
         self.last_grads = "used" if self.holds_last_param else "fresh"
         # Tensors with which the protocol began after other steps: their last gradient is of those.
         self.begun: set[Tensor] = set()
+        self.refused = False  # the last step was: who then follows the protocol begins it anew
 
 
 def _corrected(optimizer: MARS) -> list[Tensor]:
@@ -123,6 +124,7 @@ def _evaluate_there(
         torch.clear_autocast_cache()  # weights that an autocast around the step has cast before
         with _forked(everyone):  # the other sees the same random numbers
             closure()
+        optimizer._check_gradients()
         with torch.no_grad():
             for p in _corrected(optimizer):
                 if p in there:
@@ -175,18 +177,21 @@ def remember(optimizer: MARS, with_closure: bool) -> None:
 def check_protocol(optimizer: MARS, with_closure: bool) -> None:
     """Refuse an exact step whose last gradients are those of the step before."""
     corrected = _corrected(optimizer)
-    if with_closure or not corrected:
+    if with_closure or all(p.grad is None for p in corrected):
         return
     memory = optimizer._exact
     # Of approximate steps or closures: those of the protocol leave its buffer.
     found = ((p, optimizer.state.get(p, {})) for p in corrected)
     lost = {p for p, own in found if "previous_grad" not in own or p in memory.begun}
-    begins = bool(memory.begun) and all(p in lost or p.grad is None for p in corrected)
+    # A tensor that has not been stepped has no h that could be of another batch.
+    known = [p for p in corrected if p.grad is not None and "step" in optimizer.state.get(p, {})]
+    begins = bool(memory.begun) and lost.issuperset(known)
     if memory.last_grads == "fresh" or begins:
         memory.begun.clear()
         _without_correction(optimizer, [p for p in corrected if p in lost], frames=9)
         return
     if memory.last_grads == "used":
+        memory.refused = True
         raise RuntimeError(
             "is_approx=False needs the gradients of this batch at the previous parameters. Call "
             "optimizer.step(closure), or update_previous_grad() before and update_last_grad() "
@@ -207,11 +212,12 @@ def store_previous(optimizer: MARS) -> None:
     for p in corrected:
         if p.grad is not None:
             own = optimizer.state[p]
-            if "step" in own and "previous_grad" not in own:
+            if "step" in own and (memory.refused or "previous_grad" not in own):
                 memory.begun.add(p)
             own["previous_grad"] = _store(own.get("previous_grad"), p.grad)
         elif "previous_grad" in optimizer.state.get(p, {}):
             optimizer.state[p]["previous_grad"].zero_()  # as for a closure: not that of before
+    memory.refused = False
 
 
 def promote_previous(optimizer: MARS) -> None:

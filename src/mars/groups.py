@@ -24,7 +24,7 @@ from mars.state import kind_of
 from mars.table import format_table
 
 Destination = str | dict[str, Any]
-Route = tuple[str | Callable[[str, Tensor], bool], Destination]
+Route = tuple[str | re.Pattern[str] | Callable[[str, Tensor], bool], Destination]
 
 # AdamW's options and the ones of MARS(...) that they come from.
 ADAMW_OPTIONS = {"betas": "betas_1d", "weight_decay": "weight_decay_1d"}
@@ -194,8 +194,7 @@ def param_groups(
             role = "head" if role == "matrices" and p is head_by_shape else role
         if isinstance(role, int):
             pattern, destination = routes[role]
-            text = pattern if isinstance(pattern, str) else getattr(pattern, "__name__", "")
-            role = f"route {role}: {text}"
+            role = f"route {role}: {_text(pattern)}"
             destinations[role] = destination
         members.setdefault(role, []).append((name, p))
     routed = {**ROUTED_BY, "mars_type": mars_type}
@@ -251,9 +250,19 @@ def _head_by_shape(parameters: Sequence[Tensor], tables: set[Tensor]) -> Tensor 
 def _route(name: str, p: Tensor, routes: Sequence[Route]) -> int | None:
     """The first of the user's routes that matches."""
     for i, (pattern, _) in enumerate(routes):
-        if re.search(pattern, name) if isinstance(pattern, str) else pattern(name, p):
+        if isinstance(pattern, (str, re.Pattern)):
+            if re.search(pattern, name):
+                return i
+        elif pattern(name, p):
             return i
     return None
+
+
+def _text(pattern: object) -> str:
+    """Of a route, in the name of its group."""
+    if isinstance(pattern, (str, re.Pattern)):
+        return str(getattr(pattern, "pattern", pattern))
+    return str(getattr(pattern, "__name__", ""))
 
 
 def _role(name: str, p: Tensor, tables: set[Tensor], matrix_rule: str) -> str:
@@ -321,7 +330,7 @@ def _check_routes(routes: object) -> None:
     ):
         raise TypeError(f"routes must be a list of (pattern, destination) pairs, not {routes!r}")
     for pattern, to in routes:
-        if not isinstance(pattern, str) and not callable(pattern):
+        if not isinstance(pattern, (str, re.Pattern)) and not callable(pattern):
             raise TypeError(f"route {pattern!r} must be a regular expression or a function")
         try:
             re.compile(pattern if isinstance(pattern, str) else "")

@@ -252,7 +252,9 @@ def _check_value(name: str, value: Any) -> None:
 
 
 def with_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with dtypes by their names: torch.bfloat16 is "bfloat16"."""
+    """The options with dtypes by their names, torch.bfloat16 is "bfloat16", and pairs as tuples:
+    configuration libraries have lists of their own, NumPy arrays.
+    """
 
     def named(value: Any) -> Any:
         if isinstance(value, dict):
@@ -260,6 +262,10 @@ def with_names(options: Mapping[str, Any]) -> dict[str, Any]:
         return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
     own = {name: named(options[name]) for name in ("state_dtype", "ns_dtype") if name in options}
+    for name in PAIRS:
+        value: Any = options.get(name)
+        if hasattr(value, "__len__") and not isinstance(value, (str, Mapping, tuple, list, Tensor)):
+            own[name] = tuple(value)
     return {**options, **own}
 
 

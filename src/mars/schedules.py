@@ -76,18 +76,14 @@ class GammaScheduler:
     def __init__(self, optimizer: Optimizer, schedule: Schedule | Sequence[Schedule]) -> None:
         if not all("gamma" in group for group in optimizer.param_groups):
             raise TypeError(f"{type(optimizer).__name__} has no gamma: GammaScheduler is for MARS")
-        if not callable(schedule) and not isinstance(schedule, (list, tuple)):
+        several = isinstance(schedule, (list, tuple)) and all(map(callable, schedule))
+        if not callable(schedule) and not several:
             raise TypeError(
                 f"schedule must be a function step -> gamma or a list of them, not {schedule!r}; "
                 "for a fixed value use mars.schedules.constant"
             )
         self.optimizer = optimizer
         self.schedule = schedule if callable(schedule) else list(schedule)
-        seen: set[int] = set()
-        for group in optimizer.param_groups:  # a default tensor is one for all groups
-            if isinstance(group["gamma"], Tensor) and id(group["gamma"]) in seen:
-                group["gamma"] = group["gamma"].clone()
-            seen.add(id(group["gamma"]))
         self._go_to(0)
 
     def step(self) -> None:
@@ -122,7 +118,11 @@ class GammaScheduler:
                     f"Invalid gamma: {value} at step {step} (a schedule must return a "
                     "finite number, at least 0)"
                 )
+        seen: set[int] = set()
         for group, value in zip(self.optimizer.param_groups, values, strict=True):
+            if isinstance(group["gamma"], Tensor) and id(group["gamma"]) in seen:
+                group["gamma"] = group["gamma"].clone()  # a default, or loaded: one for all groups
+            seen.add(id(group["gamma"]))
             if isinstance(group["gamma"], Tensor):
                 group["gamma"].fill_(value)
             else:
