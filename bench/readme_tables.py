@@ -634,6 +634,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tiny-search": lambda: arms("tiny-search"),
     "tiny-length": lambda: arms("tiny-length"),
     "tiny-decay": lambda: by_decay("tiny-decay"),
+    "tiny-baseline": lambda: arms("tiny-baseline"),
     "tiny-scale": lambda: arms("tiny-scale"),
     "gpt2-small": lambda: scored("gpt2-small"),
     "gpt2-small-times": lambda: durations("gpt2-small"),

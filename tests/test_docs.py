@@ -524,6 +524,50 @@ def test_sentences_on_a_longer_warm_up_are_those_of_its_runs() -> None:
     assert f"AdamW gains {at[0] - first(faster, 2e-3):.3f}, where" in page
 
 
+def test_sentences_on_adamws_own_settings_on_a_tiny_model_are_those_of_its_verdict() -> None:
+    from mars.lab.report.statistics import paired
+
+    found, judged = ladders("tiny-baseline"), verdicts("tiny-baseline")
+    by = {(j.comparison.arm, j.comparison.baseline): j for j in judged}
+    page, choosing = map(flat, ("docs/results-small.md", "docs/choosing.md"))
+    usual, ours, matrix, more = "AdamW", "MARS-AdamW", "MARS-Shampoo", ", warm-up 30 %"
+
+    def span(low: float, high: float) -> str:
+        return f"({-high:.3f} to {-low:.3f}".replace("-", "−")
+
+    leads = [j for j in judged if j.comparison.arm == matrix]
+    assert [j.comparison.baseline for j in leads if j.state != "holds"] == ["AdamW, warm-up 2 %"]
+    held = [-j.difference.mean for j in leads if j.state == "holds"]
+    assert f"by {min(held):.3f} to {max(held):.3f}." in page
+    lead = -by[matrix, usual + more].difference.mean
+    assert f"is {lead:.3f} below AdamW with the longer one, resolved" in choosing
+    at = [fmean(found[a].losses[2e-2][s] for s in range(3)) for a in (usual + more, usual)]
+    assert "ends at {:.3f} with 30 % of the steps and at {:.3f} with 10 %".format(*at) in page
+    gain = by[usual + more, usual]
+    d = gain.difference
+    assert (gain.state, d.n) == ("not resolved", 6)
+    told = f"{-d.mean:.3f} {span(d.low, d.high)}, six seeds, not resolved)"
+    assert f"gains {told}" in page
+    assert f"{-d.mean:.3f} lower {span(d.low, d.high)}, six seeds, not resolved)" in choosing
+    d = paired(*(found[a].losses[found[a].best] for a in (ours + more, ours)))
+    assert f"gains nothing by it** ({-d.mean:.3f}, {span(d.low, d.high)[1:]})" in page
+    d, before = by[ours + more, usual + more].difference, by[ours, usual]
+    assert f"it is {-d.mean:.3f} below AdamW {span(d.low, d.high)}, not resolved)" in page
+    assert before.state == "holds"
+    told = f"from {-before.difference.mean:.3f}, resolved, to {-d.mean:.3f}"
+    assert f"its lead falls {told}, which is not" in choosing
+    d = by[matrix + more, usual + more].difference
+    assert f"is {-d.mean:.3f} below AdamW where both have it {span(d.low, d.high)})" in page
+    lost = [fmean(found[a].losses[found[a].best].values()) for a in (matrix + more, matrix)]
+    assert f"loses {lost[0] - lost[1]:.3f} by it" in page
+    d = by["AdamW, betas (.9, .99)", usual].difference
+    assert f"(0.9, 0.99) end {-d.mean:.3f} lower {span(d.low, d.high)}, not resolved)" in page
+    worse = [by[f"AdamW, {v}", usual].difference.mean
+             for v in ("betas (.95, .95)", "tables and norms at 4 lr")]  # fmt: skip
+    told = "(0.95, 0.95) {:.3f} higher. A rate four times as high for tables and norms costs {:.3f}"
+    assert told.format(*worse) in page
+
+
 def test_sentences_on_its_times_are_those_of_its_verdict() -> None:
     readme = flat("README.md")
     verdict = (ROOT / "docs/results/optimizers-50m/verdict.md").read_text()
