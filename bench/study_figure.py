@@ -106,13 +106,26 @@ def cut(axes: Any, found: Sequence[Ladder]) -> None:
 
 
 def spread_labels(axes: Any) -> None:
-    """Move the names at the ends of curves apart, in the order of their losses."""
-    texts = sorted(axes.texts, key=lambda text: text.xy[1])
+    """Move the names at the ends of curves apart, those that collide by as little as they can."""
     low, high = axes.get_ylim()
-    gap, place = (high - low) / 24, float("-inf")
-    for text in texts:
-        place = max(place + gap, text.xy[1])
-        text.set_y(place)
+    gap = (high - low) / 25
+    clusters: list[list[Any]] = []
+    for text in sorted(axes.texts, key=lambda text: text.xy[1]):
+        clusters.append([text])
+        while len(clusters) > 1 and _bottom(clusters[-1], gap) < _top(clusters[-2], gap) + gap:
+            clusters[-2].extend(clusters.pop())
+    for cluster in clusters:
+        for place, text in enumerate(cluster):
+            text.set_y(max(low + gap / 2, _bottom(cluster, gap)) + place * gap)
+
+
+def _bottom(cluster: Sequence[Any], gap: float) -> float:
+    """Where the lowest of names stands that are a gap apart about the middle of their curves."""
+    return fmean(text.xy[1] for text in cluster) - gap * (len(cluster) - 1) / 2
+
+
+def _top(cluster: Sequence[Any], gap: float) -> float:
+    return _bottom(cluster, gap) + gap * (len(cluster) - 1)
 
 
 def opened(directory: Path) -> tuple[Any, Study, list[Result], list[Ladder]]:
@@ -160,8 +173,8 @@ def draw(directory: Path) -> Path:
         second.set_xlim(tried[0] / 1.5, tried[-1] * 1.5)
         second.minorticks_off()
         second.set_xlabel("learning rate")
-        means = "; lines are means" * several
-        second.set_title(f"every run, over the rates tried{means}", fontsize=10)
+        means = "; lines: means" * several
+        second.set_title(f"every run by rate{means}; colours as left", fontsize=10)
     path = directory / "figure.png"
     figure.savefig(path, dpi=150)
     return path
@@ -169,20 +182,31 @@ def draw(directory: Path) -> Path:
 
 def summarise(directory: Path) -> Path:
     """Every arm's final loss relative to the first arm's, paired by seed, at the best rates."""
-    plt, _, _, (base, *others) = opened(directory)
+    plt, study, _, (base, *others) = opened(directory)
     rows = [(own, paired(own.losses[own.best], base.losses[base.best])) for own in others]
     rows.sort(key=lambda row: -row[1].mean)
-    figure, axes = plt.subplots(figsize=(6.4, 0.42 * len(rows) + 1.1), layout="constrained")
+    figure, axes = plt.subplots(figsize=(6.4, 0.42 * len(rows) + 1.3), layout="constrained")
     for y, (own, d) in enumerate(rows):
         color = color_of(own.arm.label, "#444444")
         if d.low is not None:
             axes.plot([d.low, d.high], [y, y], color=color, lw=2)
         axes.plot(d.mean, y, "o", color=color, ms=6)
+        side = 1 if d.mean > 0 else -1  # away from zero
+        end = d.mean if d.low is None else max(d.low, d.high, key=lambda x: side * x)
+        axes.annotate(
+            f"{d.mean:+.3f}".replace("-", "\N{MINUS SIGN}"), (end, y), (7 * side, 0),
+            textcoords="offset points", color=color, va="center", fontsize=8,
+            ha="left" if side > 0 else "right",
+        )  # fmt: skip
     base_label = base.arm.label
     axes.axvline(0, color=COLORS.get(base_label, "#444444"), lw=1)
     axes.set_yticks(range(len(rows)), [own.arm.name for own, _ in rows])
+    axes.margins(x=0.18)
     loss = fmean(base.losses[base.best].values())
-    axes.set_xlabel(f"validation loss relative to {base_label} ({loss:.3f}), 95 % interval")
+    axes.set_xlabel(f"validation loss relative to {base_label} ({loss:.3f}); left is better")
+    fewest = min((d.n for _, d in rows), default=0)
+    seeds = f"{fewest} seeds, 95 % intervals" if fewest > 1 else "one seed or more"
+    figure.suptitle(f"{study.question.partition(':')[0]}, {seeds}", fontsize=10)
     axes.grid(axis="x", color="#dddddd", lw=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
