@@ -15,6 +15,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from mars.lab.report.summary import Entry, Summary
 from mars.lab.study import questions, times
 from mars.lab.study.choice import ladders
 from mars.lab.study.results import Results
+from mars.lab.study.templates import lower
 from mars.lab.study.verdict import Verdict, verdict
 
 ROOT = Path(__file__).parents[1]
@@ -153,23 +155,6 @@ def _as_published(header: Any) -> bool:
     return bool(header["config"]["optimizer"]["weight_decay"] == 5e-4)
 
 
-def images(folder: str, short: str) -> str:
-    """Accuracies of both schedules in few words."""
-    ends: dict[tuple[str, bool], str] = {
-        (header["optimizer"], _as_published(header)): f"{100 * end['accuracy']:.2f}"
-        for header, end, _ in complete(folder)
-    }
-    rows = [
-        [e.label, _percents(e.accuracy), ends.get((e.optimizer, True), ""),
-         ends.get((e.optimizer, False), ""), f"{PUBLISHED.get(e.optimizer, '')}"]
-        for e in race(short).ranked
-    ]  # fmt: skip
-    return table(
-        ["", "40 epochs, three seeds", "200 epochs as published, one seed",
-         "… with the rate, betas and decay of MARS", "published"], rows,
-    )  # fmt: skip
-
-
 def _decay(entry: Entry) -> float:
     """Of convolutions."""
     options = entry.runs[0].header["config"]["optimizer"]
@@ -250,6 +235,28 @@ def arms(name: str) -> str:
         for row in cells[2:]
         if row[kept[1]] != "0"
     ])  # fmt: skip
+
+
+def headline(name: str) -> str:
+    """The arms that end below the first, each compared with it, the lowest first."""
+    study, results = questions.find(name), Results(RESULTS / name).read()
+    base, *others = (arm.label for arm in study.arms)
+    against = replace(study, comparisons=tuple(lower(arm, base) for arm in others))
+    found = verdict(against, results, times.read(study, RESULTS / name, results))
+    rows = []
+    for row in found.rows:
+        d, loss = row.difference, row.loss
+        assert loss is not None
+        if d is not None and d.mean > 0:
+            continue
+        shares = [f"{100 * s:.0f} %" if s else "" for s in (row.tokens_ratio, row.time_ratio)]
+        gap = "" if d is None else f"{-d.mean:.3f} ({-d.high:.3f} to {-d.low:.3f})"
+        assert row.time is not None
+        step = f"{1e3 * row.time.optimizer:.1f}"
+        rows.append((loss.mean, [row.ladder.arm.name, f"{loss.mean:.3f}", gap, *shares, step]))
+    head = ["", "final loss", f"below {base}, 95 % interval", f"tokens to {base}'s loss"]
+    head += ["time to it", "optimizer, ms a step"]
+    return table(head, [cells for _, cells in sorted(rows)])
 
 
 def every_rung(name: str) -> str:
@@ -388,7 +395,7 @@ def measured() -> str:
     """For every optimizer of a grid or a study its best setting there."""
     best: dict[tuple[Any, ...], settings.Setting] = {}
     for s in settings.read():
-        key = s.source, s.parameters, s.seen, s.batch, s.optimizer["name"], "exact" in s.optimizer
+        key = s.source, s.parameters, s.seen, s.batch, _named(s), "exact" in s.optimizer
         if key not in best or s.loss < best[key].loss:
             best[key] = s
     order = {source: i for i, source in enumerate(dict.fromkeys(s.source for s in best.values()))}
@@ -402,7 +409,7 @@ def measured() -> str:
         if source.is_relative_to("docs"):
             file = f"[{source.parent.name}]({source.relative_to('docs').as_posix()})"
         rows.append([
-            optimizers.label(s.optimizer["name"]),
+            _named(s),
             f"`{s.recipe}`, {units.tokens(s.parameters)}",
             f"{units.tokens(s.seen)} {s.unit}",
             units.tokens(s.batch),
@@ -415,11 +422,21 @@ def measured() -> str:
     return table(head, rows)
 
 
+def _named(s: settings.Setting) -> str:
+    """What steps its matrices. Without correction and clip MARS-AdamW is AdamW."""
+    o = s.optimizer
+    plain = o.get("gamma") == 0 and o.get("options", {}).get("clip") == "None"
+    return f"{optimizers.label(o['name'])}, γ = 0: AdamW" if plain else optimizers.label(o["name"])
+
+
 SHOWN = ("adamw", "mars-adamw", "mars-shampoo", "mars-m", "muon", "mars-lion")
 
 
 def rates() -> str:
-    """The best rate of each optimizer by model, tokens and batch; of betas and scales, the best."""
+    """The best rate of each optimizer by model, tokens and batch.
+
+    Of several betas of MARS-AdamW and scales of Muon, those that did best.
+    """
     best: dict[tuple[Any, ...], settings.Setting] = {}
     for s in settings.read():
         key = s.recipe, s.parameters, s.seen, s.batch, s.optimizer["name"]
@@ -438,8 +455,13 @@ def rates() -> str:
 
 
 def _usual(s: settings.Setting) -> bool:
-    """Several seeds, and the default γ, clip, second moment and lr_1d, whose rate it then is."""
+    """Several seeds, and the default γ, clip, second moment and lr_1d, whose rate it then is.
+
+    AdamW has its usual betas: others were tried to see whether it is held back by them.
+    """
     o = s.optimizer
+    if o["name"] == "adamw" and o["betas"] != [0.9, 0.95]:
+        return False
     options = o.get("options", {}).keys() - {"adjust_lr_fn"}
     plain = o.get("gamma", 0.025) == 0.025 and "exact" not in o and not options
     half = "lr_1d" not in o or math.isclose(o["lr_1d"], o["lr"] / 2, rel_tol=0.01)
@@ -556,6 +578,34 @@ def step_cost() -> str:
     return table(head, rows)
 
 
+def short_step_cost() -> str:
+    """What most want to know of the above: wall time and state, by variant."""
+    rows = {row["name"]: row for row in result("bench_xl_h200.json")["rows"]}
+    (unclipped,) = (
+        run["rows"]
+        for run in result("bench_clip_h200.json")["runs"]
+        if run["rows"][0]["parameters"] == "gpt2-xl"
+    )
+    bare = {row["name"]: row for row in unclipped}
+    ours, muon = "mars-adamw fused", rows["torch Muon"]
+    to_muon = {rows[name]["ms"] / muon["ms"] for name in ("mars-m fused", "mars-shampoo fused")}
+    (of_muon,) = {f"{ratio:.2f}" for ratio in to_muon}
+    cells = [
+        ("MARS-AdamW", rows[ours]),
+        ('MARS-AdamW with `state_dtype="bfloat16"`', rows[f"{ours}, bfloat16 state"]),
+        ('MARS-AdamW with `clip=None, second_moment="raw"`', bare[f"{ours}, no clip, raw"]),
+        ("MARS-Lion", rows["mars-lion fused"]),
+        ("MARS-Lion with `clip=None`", bare["mars-lion fused, no clip"]),
+    ]
+    usual, theirs = f"{rows['torch AdamW fused']['state']:.0f}", f"{muon['state']:.0f}"
+    return table(["", "time of a step", "bytes of state per parameter"], [
+        ["torch AdamW, fused", "1", usual],
+        *([label, f"{row['ratio']:.2f}", f"{row['state']:.0f}"] for label, row in cells),
+        ["MARS-Shampoo, MARS-M on hidden matrices", f"{of_muon} of torch's Muon",
+         f"{rows['mars-m fused']['state']:.0f} (Muon: {theirs})"],
+    ])  # fmt: skip
+
+
 def lean_state() -> str:
     """Bytes of state, the time of a step by them, and the loss."""
     steps = {row["name"]: row for row in result("bench_xl_h200.json")["rows"]}
@@ -601,6 +651,7 @@ def cost() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "optimizers-50m": lambda: arms("optimizers-50m"),
+    "headline": lambda: headline("optimizers-50m"),
     "optimizers-50m-times": lambda: durations("optimizers-50m"),
     "correction-50m": lambda: arms("correction-50m"),
     "correction-50m-times": lambda: durations("correction-50m"),
@@ -614,6 +665,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "conversion-h200": lambda: conversion("convert_rates_h200.json"),
     "conversion-cpu": lambda: conversion("convert_rates_cpu.json"),
     "step-cost": step_cost,
+    "step-cost-short": short_step_cost,
     "lean-state": lean_state,
     "train-speed": train_speed,
     "cost": cost,
@@ -622,7 +674,6 @@ TABLES: dict[str, Callable[[], str]] = {
         "cifar10-resnet18-short", "cifar10-resnet18-30", "cifar10-resnet18-bare"
     ),
     "cifar10-200": lambda: whole_schedule("cifar10-resnet18-200", "cifar10-resnet18-short"),
-    "images": lambda: images("cifar10-resnet18-200", "cifar10-resnet18-short"),
     "cifar10-decay": lambda: decays("cifar10-resnet18-decay"),
     "cifar10-rates": lambda: accuracy_rates("cifar10-resnet18-grid"),
     "simulated": simulated,
