@@ -2,7 +2,7 @@
 
 Those on gpt-50m and GPT-2 small read tokens from data/text: 56M training tokens, so that 20M are
 a third of an epoch, 59M are 1.05 epochs and 201M are 3.6. The ``tiny-`` ones need no
-data and no GPU: the same questions where an answer takes minutes and means little.
+data and no GPU; they stand in tiny.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mars.lab.errors import LabError, meant
-from mars.lab.study.bases import gpt2_small, gpt2_small_short, gpt_50m, gpt_50m_short, gpt_tiny
-from mars.lab.study.definition import Arm, Changes, Claim, Comparison, Study
+from mars.lab.study import tiny
+from mars.lab.study.bases import (
+    gpt2_small,
+    gpt2_small_short,
+    gpt_50m,
+    gpt_50m_short,
+)
+from mars.lab.study.definition import Arm, Study
 from mars.lab.study.templates import (
     ORIGINAL,
     PUBLISHED,
@@ -36,11 +42,6 @@ from mars.lab.study.templates import (
 
 GAMMAS = (0.0125, 0.025, 0.05, 0.1)
 LEAN = {"clip": "None", "second_moment": "raw"}  # the cheapest step of MARS-AdamW
-TINY = "A GPT of 0.4M parameters, 150k bytes of Shakespeare"
-LONG: Changes = {
-    "loop": {"steps": 1200, "eval_every": 100},
-    "schedule": {"warmup_steps": 120},
-}
 
 
 def optimizers_50m() -> Study:
@@ -188,119 +189,6 @@ def baseline_50m() -> Study:
     return baseline("baseline-50m", gpt_50m, 2e-3, shampoo, what, prediction, by=0.1, faster=8.0)
 
 
-def tiny_optimizers() -> Study:
-    return Study(
-        name="tiny-optimizers",
-        question=f"{TINY}: which differences are real?",
-        prediction="Muon ends 0.1 below AdamW; MARS-AdamW ends below AdamW.",
-        base=gpt_tiny,
-        arms=(
-            Arm(label="AdamW", optimizer="adamw", lr=5e-3),
-            muon(3.2e-2),
-            mars_adamw("MARS-AdamW", 5e-3),
-        ),
-        comparisons=(lower("Muon", "AdamW", 0.1), lower("MARS-AdamW", "AdamW")),
-        noise=0.03,
-    )
-
-
-def tiny_correction() -> Study:
-    return correction("tiny-correction", gpt_tiny, 5e-3, "MARS-AdamW on a tiny GPT", (0.025, 0.1))
-
-
-def tiny_clip() -> Study:
-    return clip("tiny-clip", gpt_tiny, 5e-3, "MARS-AdamW on a tiny GPT", 0.03)
-
-
-def tiny_batch() -> Study:
-    sizes = (sized(16, 160), sized(128, 20))
-    return batch("tiny-batch", gpt_tiny, 5e-3, "A tiny GPT", *sizes, ("1k", "8k"), 0.03)
-
-
-def tiny_search() -> Study:
-    mars_m = Arm(label="MARS-M", optimizer="mars-m", lr=3.2e-2)
-    return search("tiny-search", gpt_tiny, 5e-3, muon(3.2e-2), mars_m, TINY)
-
-
-def tiny_length() -> Study:
-    """Why γ = 0.1 leads on a tiny GPT and not with 51M parameters. The short arms are those of
-    tiny-search: --take them from there."""
-    adamw, default, large = "AdamW", "MARS-AdamW", "MARS-AdamW, γ = 0.1"
-    arms = []
-    for steps, lr, changes in ((150, 5e-3, {}), (1200, 2.5e-3, LONG)):
-        arms.append(Arm(label=f"{adamw}, {steps} steps", optimizer="adamw", lr=lr, changes=changes))
-        arms.append(mars_adamw(f"{default}, {steps} steps", lr, changes))
-        arms.append(mars_adamw(f"{large}, {steps} steps", lr, changes, gamma=0.1))
-    return Study(
-        name="tiny-length",
-        question="A GPT of 0.4M parameters, 150 and 1,200 steps: does a large γ pay in short runs "
-        "alone?",
-        prediction="Yes: γ = 0.1 leads the default by 0.02 more in 150 steps than in 1,200, and "
-        "ends within 0.03 of AdamW there. The default ends below AdamW whatever the steps.",
-        base=gpt_tiny,
-        arms=tuple(arms),
-        comparisons=(
-            lower(f"{default}, 150 steps", f"{adamw}, 150 steps"),
-            lower(f"{default}, 1200 steps", f"{adamw}, 1200 steps"),
-            within(f"{large}, 1200 steps", f"{adamw}, 1200 steps", 0.03),
-            Comparison(
-                arm=f"{large}, 150 steps",
-                baseline=f"{default}, 150 steps",
-                claim=Claim(kind="lower", by=0.02),
-                than=(f"{large}, 1200 steps", f"{default}, 1200 steps"),
-            ),
-        ),
-    )
-
-
-def tiny_decay() -> Study:
-    """Elsewhere the decay is 0.1 for all, so that what a step takes off the weights grows with the
-    best rate. AdamW and MARS-AdamW have runs in tiny-length: --take them from there.
-    """
-    adamw, ours, matrix = "AdamW", "MARS-AdamW", "MARS-Shampoo"
-    first = {adamw: ("adamw", 1e-2), ours: ("mars-adamw", 1e-2), matrix: ("mars-shampoo", 3.2e-2)}
-    decays = {"": {}, **{f", decay {d:g}": {"weight_decay": d} for d in (0.0, 0.5, 2.5)}}
-    arms = tuple(
-        Arm(label=f"{label}{suffix}", optimizer=name, lr=lr, changes={**LONG, "optimizer": own})
-        for suffix, own in decays.items()
-        for label, (name, lr) in first.items()
-    )
-    return Study(
-        name="tiny-decay",
-        question="A GPT of 0.4M parameters, 1.2M bytes of Shakespeare: does the order of the "
-        "optimizers stay if the decay is tuned, too?",
-        prediction="Yes: MARS-Shampoo at the decay that all had, 0.1, ends 0.05 or more below "
-        "AdamW at its best decay, and MARS-AdamW below AdamW at the same decay, whichever it is. "
-        "No optimizer gains 0.02 by another decay.",
-        base=gpt_tiny,
-        arms=arms,
-        comparisons=(
-            *(lower(matrix, f"{adamw}{suffix}", 0.05) for suffix in decays),
-            *(lower(f"{ours}{suffix}", f"{adamw}{suffix}") for suffix in decays),
-            *(lower(f"{arm}{suffix}", arm, 0.02) for arm in first for suffix in decays if suffix),
-        ),
-    )
-
-
-def tiny_baseline() -> Study:
-    """Five of its arms have runs in tiny-decay: --take them from there."""
-    shampoo = Arm(label="MARS-Shampoo", optimizer="mars-shampoo", lr=3.2e-2)
-    what = "A GPT of 0.4M parameters, 1.2M bytes of Shakespeare"
-    prediction = (
-        "No: none of them gains 0.02, and MARS-Shampoo stays 0.05 below each. (Added before its "
-        "first runs had ended: where all have the longer warm-up MARS-AdamW's lead goes, and "
-        "MARS-Shampoo's stays.)"
-    )
-    return baseline(
-        "tiny-baseline", gpt_tiny, 1e-2, shampoo, what, prediction,
-        by=0.05, faster=4.0, changes=LONG,
-    )  # fmt: skip
-
-
-def tiny_scale() -> Study:
-    return scale("tiny-scale", gpt_tiny, 3.2e-2, 6.4e-2, TINY, 0.03)
-
-
 STUDIES: dict[str, Callable[[], Study]] = {
     "optimizers-50m": optimizers_50m,
     "correction-50m": correction_50m,
@@ -311,15 +199,16 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "baseline-50m": baseline_50m,
     "gpt2-small": gpt2_small_201m,
     "gpt2-small-rates": gpt2_small_rates,
-    "tiny-optimizers": tiny_optimizers,
-    "tiny-correction": tiny_correction,
-    "tiny-clip": tiny_clip,
-    "tiny-batch": tiny_batch,
-    "tiny-search": tiny_search,
-    "tiny-length": tiny_length,
-    "tiny-decay": tiny_decay,
-    "tiny-baseline": tiny_baseline,
-    "tiny-scale": tiny_scale,
+    "tiny-optimizers": tiny.optimizers,
+    "tiny-correction": tiny.correction,
+    "tiny-clip": tiny.clip,
+    "tiny-batch": tiny.batch,
+    "tiny-search": tiny.search,
+    "tiny-length": tiny.length,
+    "tiny-decay": tiny.decay,
+    "tiny-baseline": tiny.baseline,
+    "tiny-scale": tiny.scale,
+    "tiny-tokens": tiny.tokens,
 }
 
 
