@@ -300,9 +300,10 @@ def main() -> None:
     args = arguments()
     # The largest models fill the memory: pieces between tensors must not be lost.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    torch.set_float32_matmul_precision("high")
     try:
         place = here(args.device)
+        if place.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
         args.compile = args.compile and place.device.type == "cuda"
         file = File(args.out, place, args)
         left = cells(file, args.sizes, place, args)

@@ -288,7 +288,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     torch.manual_seed(0)
-    torch.set_float32_matmul_precision("high")
+    if args.autocast:  # on a CPU it would be another arithmetic, and only on some
+        torch.set_float32_matmul_precision("high")
     shape = SHAPES[args.model]
     name = torch.cuda.get_device_name() if args.autocast else platform.processor() or "CPU"
     print(f"{args.model} on {name}, torch {torch.__version__}")

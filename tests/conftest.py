@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,8 +24,12 @@ for _number, _usual in ((signal.SIGINT, signal.default_int_handler),
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _alike() -> Iterator[None]:
+    """What one test leaves must not change the numbers of another, on any CPU."""
     torch.manual_seed(0)
+    precision = torch.get_float32_matmul_precision()
+    yield
+    assert torch.get_float32_matmul_precision() == precision  # "high" is other bits where AMX is
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
