@@ -29,6 +29,9 @@ def weight() -> nn.Parameter:
         ({"betas": (1.0, 0.9)}, r"Invalid beta parameter at index 0: 1.0 \(must be in \[0, 1\)\)"),
         ({"betas": (0.9, -0.1)}, "Invalid beta parameter at index 1: -0.1"),
         ({"betas": 0.9}, "Invalid betas: 0.9"),
+        ({"betas": np.array(0.9)}, r"Invalid betas: array\(0.9\) .*must be a pair"),
+        ({"betas": {0.9, 0.95}}, "Invalid betas: {0.9.*must be a pair"),  # of no order
+        ({"betas": b"ab"}, "Invalid betas: b'ab'.*must be a pair"),
         ({"betas": (0.9, 0.9, 0.9)}, "must be a pair"),
         ({"betas": (0.9, torch.tensor(0.9))}, "betas must be either both floats or both Tensors"),
         ({"betas_1d": (0.9, 2.0)}, "Invalid beta parameter at index 1 of betas_1d: 2.0"),

@@ -343,6 +343,54 @@ def test_a_group_that_comes_back_is_not_evaluated_where_it_was() -> None:
         optimizer.step(closure)
 
 
+def test_a_group_that_comes_back_has_no_gradient_of_where_it_was_by_the_protocol_either() -> None:
+    p, q = (nn.Parameter(torch.ones(3, 3)) for _ in range(2))
+    optimizer = MARS([{"params": [p]}, {"params": [q]}], is_approx=False)
+
+    def step() -> None:
+        for keep in (optimizer.update_previous_grad, optimizer.step):
+            p.grad = q.grad = None
+            (p * q).square().sum().backward()
+            keep()
+
+    for _ in range(2):
+        step()
+        optimizer.update_last_grad()
+    group = optimizer.param_groups.pop(1)
+    for _ in range(3):
+        step()
+        optimizer.update_last_grad()
+    optimizer.add_param_group(group)
+    with pytest.warns(UserWarning, match="for 1 tensors"):
+        step()
+    assert torch.equal(optimizer.state[q]["last_grad"], q.grad)  # no correction
+    assert not torch.equal(optimizer.state[p]["last_grad"], p.grad)
+    optimizer.update_last_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+    assert not torch.equal(optimizer.state[q]["last_grad"], q.grad)
+
+
+def test_who_forgot_update_last_grad_and_calls_it_then_goes_on_with_the_correction() -> None:
+    model, batches = make_model(), make_batches(6)
+    optimizer = MARS(model.parameters(), is_approx=False)
+    follow_protocol(optimizer, model, batches, [0])
+    optimizer.zero_grad()
+    loss_of(model, batches[2]).backward()
+    optimizer.update_previous_grad()
+    for forgotten in (True, False):
+        optimizer.zero_grad()
+        loss_of(model, batches[1 if forgotten else 2]).backward()
+        with nullcontext() if forgotten else pytest.raises(RuntimeError, match="previous param"):
+            optimizer.step()
+    optimizer.update_last_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        follow_protocol(optimizer, model, batches, [2, 3])
+    assert optimizer.state[model[0].weight]["step"] == 4
+
+
 def test_a_gradient_that_becomes_sparse_is_named() -> None:
     table = nn.Embedding(4, 3)
     optimizer = MARS(table.parameters(), is_approx=False)

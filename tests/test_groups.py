@@ -209,6 +209,8 @@ def test_wrong_arguments_are_named() -> None:
         mars.param_groups(Gpt(), head={"rl": 0.1})
     with pytest.raises(ValueError, match="is no regular expression: missing"):
         mars.param_groups(Gpt(), routes=[("(", "mars")])
+    with pytest.raises(TypeError, match=r"route re.compile\(b'h'\) must be a regular expression"):
+        mars.param_groups(Gpt(), routes=[(re.compile(b"h"), "mars")])
     with pytest.raises(TypeError, match="it got NoneType"):
         mars.param_groups(None)
 

@@ -82,8 +82,8 @@ def may_scale(optimizer: MARS) -> bool:
         if optimizer._exact.stored_previous:  # a GradScaler asks before every step
             warnings.warn(
                 "exact mode under a GradScaler: it unscales p.grad, and not the gradients that "
-                "update_previous_grad() has kept, by which the next step will be corrected. Take "
-                "those of an unscaled loss; or bfloat16, which needs no scaler",
+                "update_previous_grad() has kept, by which the next step will be corrected: those "
+                "must be of a loss that is not scaled. bfloat16 needs no scaler",
                 stacklevel=4,  # to where scaler.step was called
             )
         return False

@@ -224,7 +224,7 @@ def promote_previous(optimizer: MARS) -> None:
     """last_grad ← previous_grad."""
     memory = optimizer._exact
     if memory.previous_is_new:
-        memory.last_grads = "fresh"
+        memory.last_grads, memory.refused = "fresh", False
     elif memory.last_grads == "used":
         memory.last_grads = "repeated"
     memory.previous_is_new = False

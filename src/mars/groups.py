@@ -330,7 +330,8 @@ def _check_routes(routes: object) -> None:
     ):
         raise TypeError(f"routes must be a list of (pattern, destination) pairs, not {routes!r}")
     for pattern, to in routes:
-        if not isinstance(pattern, (str, re.Pattern)) and not callable(pattern):
+        of_text = isinstance(pattern, re.Pattern) and isinstance(pattern.pattern, str)
+        if not isinstance(pattern, str) and not of_text and not callable(pattern):
             raise TypeError(f"route {pattern!r} must be a regular expression or a function")
         try:
             re.compile(pattern if isinstance(pattern, str) else "")

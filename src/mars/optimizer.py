@@ -188,8 +188,9 @@ class MARS(Optimizer):
             group.setdefault("base_lr", options.as_float(own_rate))
         super().add_param_group(options.plain_numbers(group, differentiable))
         added = self.param_groups[-1]
-        for p in added["params"]:  # of a group that was here before: it is no longer the last
-            self.state.get(p, {}).pop("last_param", None)
+        for p in added["params"]:  # of a group that was here before: they are no longer the last
+            for name in ("last_param", "previous_grad"):
+                self.state.get(p, {}).pop(name, None)
         for p in added["params"] if added["fused"] else ():
             reason = why_not_fused(added, p, self._ranks)
             if reason not in (None, *LEFT_OUT):

@@ -264,7 +264,8 @@ def with_names(options: Mapping[str, Any]) -> dict[str, Any]:
     own = {name: named(options[name]) for name in ("state_dtype", "ns_dtype") if name in options}
     for name in PAIRS:
         value: Any = options.get(name)
-        if hasattr(value, "__len__") and not isinstance(value, (str, Mapping, tuple, list, Tensor)):
+        sequence = isinstance(value, Sequence) and not isinstance(value, (str, bytes, tuple, list))
+        if sequence or (getattr(value, "ndim", 0) == 1 and not isinstance(value, Tensor)):
             own[name] = tuple(value)
     return {**options, **own}
 
