@@ -247,8 +247,8 @@ def test_one_file_is_loaded_in_shards(tmp_path: Path) -> None:
     train(alone)
     assert results[0][0][:2] == ("done", 6)
     longer = made.replace(loop={"steps": 6})
-    # A last place of bfloat16, in which Muon iterates: 0.0030 on a CPU with AMX. Without the momenta
-    # of the file it is 0.045.
+    # A last place of bfloat16, in which Muon iterates: 0.0030 on a CPU with AMX. Without the
+    # momenta of the file it is 0.045.
     assert distance(restored(longer), restored(alone)) < 2**-8
     with pytest.raises(LabError, match="is not of this model"):
         checkpoint.load(

@@ -404,9 +404,9 @@ def test_the_range_of_a_warm_up() -> None:
         made = run(Path()).replace(schedule={"warmup_steps": own}, loop={"steps": steps})
         return space(made, ["warmup_steps"])["warmup_steps"]
 
-    assert warmup(900, 90) == Range(90, 11, 450, log=True)
-    assert warmup(900, 0) == Range(0, 0, 450, log=False)
-    assert warmup(10, 8) == Range(8, 1, 8, log=True)  # the recipe's own is always in it
+    assert warmup(900, 90) == Range(90, 11, 450, log=True, most=450)
+    assert warmup(900, 0) == Range(0, 0, 450, log=False, most=450)
+    assert warmup(10, 8) == Range(8, 1, 8, log=True, most=8)  # the recipe's own is always in it
     rising = run(Path()).replace(schedule={"shape": "onecycle"})
     with pytest.raises(LabError, match="onecycle has a rise of its own"):
         space(rising, ["warmup_steps"])
@@ -441,4 +441,6 @@ def test_the_edge_of_a_range_is_noticed() -> None:
     assert at_edge(rate, 0.01) is None
     gamma = Range(0.025, 0.0, 0.1, log=False)
     assert at_edge(gamma, 0.0) is None  # there is nothing below 0
+    warmup = Range(90, 11, 450, log=True, most=450)
+    assert (at_edge(warmup, 11), at_edge(warmup, 450)) == ("lower", None)
     assert at_edge(gamma, 0.099) == "upper"

@@ -25,7 +25,7 @@ MARS: optimizers that correct each gradient by the last one, and a laboratory fo
   sample    text from a checkpoint
   eval      HellaSwag, ARC, MMLU, LAMBADA …: checkpoints side by side, scored as lm-eval does
   export    a folder that Hugging Face transformers loads
-  tune      search learning rate, decay and γ
+  tune      search learning rate, decay, γ, warm-up
   study     a question, a prediction, the runs that are worth their time, and a verdict
   plan      memory, traffic and time of a step on GPUs you do not have
   convert   a checkpoint in one file to shards, or back

@@ -36,6 +36,7 @@ class Range:
     low: float
     high: float
     log: bool
+    most: float = math.inf  # nothing lies beyond this
 
     def place(self, value: float) -> float:
         """Where in the range a value lies: 0 is the lower end, 1 the upper.
@@ -93,7 +94,8 @@ def _warmup(run: Run) -> Range:
         raise LabError(f"--search {WARMUP}: onecycle has a rise of its own (schedule.rise_share)")
     own, half = run.schedule.warmup_steps, tasks.with_steps(run).loop.steps // 2
     low = max(1, int(own / WIDTH)) if own else 0
-    return Range(own, low, max(own, half, low + 1), log=own > 0)
+    high = max(own, half, low + 1)
+    return Range(own, low, high, log=own > 0, most=high)
 
 
 def at(run: Run, ranges: Mapping[str, Range], values: Mapping[str, float]) -> Run:
@@ -114,7 +116,7 @@ def at(run: Run, ranges: Mapping[str, Range], values: Mapping[str, float]) -> Ru
 def at_edge(found: Range, value: float) -> str | None:
     """ "lower" or "upper", if a value lies at that end of its range and more lies beyond."""
     place = found.place(value)
-    if place > 1 - EDGE:
+    if place > 1 - EDGE and found.high < found.most:
         return "upper"
     return "lower" if place < EDGE and found.low > 0 else None
 

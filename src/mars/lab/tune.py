@@ -42,7 +42,8 @@ class TuneArgs(Run):
     seeds: int = 1
     """Runs of each trial, which is judged by their mean."""
     prune: bool = True
-    """Stop a run whose validation loss (images: error rate) is above the median of earlier runs."""
+    """Stop a run whose validation loss (images: error rate) is above the median of earlier runs
+    (not where warmup_steps is searched: those that rise longer are behind at first)."""
     jobs: int | None = None
     """Trials at the same time; by default up to one a core on a CPU, one on a GPU."""
     checkpoints: bool = False
@@ -52,7 +53,7 @@ class TuneArgs(Run):
 def tune_command(words: list[str]) -> int:
     """The command line of a search."""
     command = shlex.join(["mars", "tune", *words])
-    what = "Search the learning rate, weight decay and gamma of one optimizer, by short trainings."
+    what = "Search rate, weight decay, gamma or warm-up of one optimizer, by short trainings."
     recipe, words = arguments.recipe_of(words, None, "mars tune", what)
     base = arguments.base_run(recipe, words)
     about = (

@@ -144,9 +144,9 @@ def tokens() -> Study:
     adamw, ours, matrix = "AdamW", "MARS-AdamW", "MARS-Shampoo"
     one, twenty = ", 1 a parameter", ", 20 a parameter"
     arms = []
-    for suffix, changes, lr in ((one, {}, 1e-2), (twenty, longer, 1e-2)):
-        arms.append(Arm(label=adamw + suffix, optimizer="adamw", lr=lr, changes=changes))
-        arms.append(mars_adamw(ours + suffix, lr, changes))
+    for suffix, changes in ((one, {}), (twenty, longer)):
+        arms.append(Arm(label=adamw + suffix, optimizer="adamw", lr=1e-2, changes=changes))
+        arms.append(mars_adamw(ours + suffix, 1e-2, changes))
         arms.append(Arm(
             label=matrix + suffix, optimizer="mars-shampoo", lr=3.2e-2, changes=changes
         ))  # fmt: skip
