@@ -204,7 +204,7 @@ def test_sentences_on_the_study_are_those_of_its_runs() -> None:
 
     readme, results = map(flat, ("README.md", "docs/results.md"))
     ours = below("MARS-AdamW (.9, .95)", "AdamW")
-    assert f"MARS-AdamW ends {fmean(ours):.2f} below, less than" in readme
+    assert f"MARS-AdamW ends {fmean(ours):.2f} below, which a longer warm-up" in readme
     default, adamw = (found[arm].losses for arm in ("MARS-AdamW (.9, .95)", "AdamW"))
     same = [adamw[2e-3][seed] - default[2e-3][seed] for seed in range(3)]
     assert min(*ours, *same) > 0
@@ -509,6 +509,8 @@ def test_sentences_on_a_longer_warm_up_are_those_of_its_runs() -> None:
     at = [first(arm, lr) for lr in (2e-3, 4e-3) for arm in (usual, longer)]
     assert "from {:.3f} to {:.3f} at 0.002, and from {:.3f} to {:.3f} at 0.004".format(*at) in page
     assert f"That is {at[0] - at[3]:.3f} lower on one seed" in page
+    told = "AdamW ends at {:.3f}, MARS-AdamW at {:.3f}, and AdamW with the longer warm-up at {:.3f}"
+    assert told.format(at[2], first("MARS-AdamW", 4e-3), at[3]) in page
     assert f"takes it {at[0] - at[3]:.3f} lower with 51M parameters (one seed)" in page
     told = f"{at[0] - at[3]:.3f} with 30 % of the steps instead of 10 %, at twice its rate"
     assert told in flat("README.md")
@@ -538,11 +540,17 @@ def test_sentences_on_adamws_own_settings_on_a_tiny_model_are_those_of_its_verdi
     assert f"is {lead:.3f} below AdamW with the longer one, resolved" in choosing
     at = [fmean(found[a].losses[2e-2][s] for s in range(3)) for a in (usual + more, usual)]
     assert "ends at {:.3f} with 30 % of the steps and at {:.3f} with 10 %".format(*at) in page
+    d = paired(*(found[a].losses[2e-2] for a in (usual + more, usual)))
+    told = f"{-d.mean:.3f} lower, {-d.high:.3f} to {-d.low:.3f}, not resolved)".replace("-", "−")
+    assert told in page
     gain = by[usual + more, usual]
     d = gain.difference
     assert (gain.state, d.n) == ("not resolved", 6)
     told = f"{-d.mean:.3f} {span(d.low, d.high)}, six seeds, not resolved)"
     assert f"gains {told}" in page
+    brief = f"on a tiny GPT {-d.mean:.3f}"
+    assert f"{brief}, six seeds, not resolved" in flat("README.md")
+    assert f"{brief} (six seeds, not resolved)" in flat("docs/results.md")
     assert f"{-d.mean:.3f} lower {span(d.low, d.high)}, six seeds, not resolved)" in choosing
     d = paired(*(found[a].losses[found[a].best] for a in (ours + more, ours)))
     assert f"gains nothing by it** ({-d.mean:.3f}, {span(d.low, d.high)[1:]})" in page
@@ -553,8 +561,8 @@ def test_sentences_on_adamws_own_settings_on_a_tiny_model_are_those_of_its_verdi
     assert f"its lead falls {told}, which is not" in choosing
     d = by[matrix + more, usual + more].difference
     assert f"is {-d.mean:.3f} below AdamW where both have it {span(d.low, d.high)})" in page
-    lost = [fmean(found[a].losses[found[a].best].values()) for a in (matrix + more, matrix)]
-    assert f"loses {lost[0] - lost[1]:.3f} by it" in page
+    d = paired(*(found[a].losses[found[a].best] for a in (matrix + more, matrix)))
+    assert f"loses {d.mean:.3f} by it** ({d.low:.3f} to {d.high:.3f}, the seeds that both" in page
     d = by["AdamW, betas (.9, .99)", usual].difference
     assert f"(0.9, 0.99) end {-d.mean:.3f} lower {span(d.low, d.high)}, not resolved)" in page
     worse = [by[f"AdamW, {v}", usual].difference.mean
@@ -587,6 +595,16 @@ def test_the_first_trial_of_a_search_is_told_as_the_page_has_it() -> None:
     assert found is not None
     page = flat("docs/lab.md")
     assert f"first the recommended lr {found.setting.lr:g} ({found.evidence}; …)" in page
+
+
+def test_the_sentence_on_a_step_on_a_cpu_is_that_of_its_measurement() -> None:
+    rows = json.loads((ROOT / "docs/results/bench_cpu.json").read_text())["rows"]
+    by = {(row["parameters"], row["name"]): row["ratio"] for row in rows}
+    models = {model for model, _ in by}
+    times = [by[m, name] / by[m, "torch AdamW fused"]
+             for m in models for name in ("torch AdamW", "mars-adamw cpu")]  # fmt: skip
+    told = f"`fused=True` is {min(times):.1f} to {max(times):.1f} times as fast as either"
+    assert told in flat("README.md")
 
 
 def test_figures_of_choosing_are_those_of_the_results() -> None:

@@ -268,7 +268,7 @@ def baseline(
     """
     shared = changes or {}
     steps = base("adamw").replace(**{p: dict(f) for p, f in shared.items()}).loop.steps
-    longest = "warm-up 30 %"  # changes more than the others: everybody has it
+    longest = "warm-up 30 %"  # given to MARS, too: it changes what all are compared by
 
     def vary(arm: Arm, change: str, warmup: int | None = None, **own: object) -> Arm:
         schedule = {} if warmup is None else {"schedule": {"warmup_steps": warmup}}
