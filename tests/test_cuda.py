@@ -14,6 +14,7 @@ from mars.rule import KINDS
 from mars.rule.halves import join
 from mars.state import LOW_HALF
 from ranks import Ranks
+from test_parity import CASES, follow
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -59,6 +60,12 @@ def run(device: str, dtype=torch.float32, steps: int = 4, strict: bool = False, 
 @pytest.fixture(autouse=True)
 def _full_precision():
     torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("engine", ["foreach", "fused"])
+@pytest.mark.parametrize("key", [key for key in CASES if "float32" in key])
+def test_recorded_trajectories(key: str, engine: str) -> None:
+    follow(key, engine, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
