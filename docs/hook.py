@@ -12,9 +12,6 @@ import re
 from typing import Any
 
 LEAVING = re.compile(r"\[(?P<text>[^]]+)]\(\.\./(?P<path>[^)#]+)(?P<anchor>#[^)]*)?\)")
-# What a page of the site says too.
-HERE = {"README.md#the-result-so-far": "results.md"}
-
 # A cell that is a figure, with a spread, an interval or a unit, and no sentence.
 FIGURE = re.compile(r"<td(?P<how>[^>]*)>(?P<text>[−+≈]?\d[^<]{,28})</td>")
 # A picture by itself: on a phone one has to open it to read it.
@@ -36,9 +33,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def _on_site(link: re.Match[str]) -> str:
     text, path = link["text"], link["path"]
-    page = HERE.get(path + (link["anchor"] or ""))
-    if page is not None:
-        return f"[{text}]({page})"
     if path.endswith(text.strip("`")):
         return f"`{path}`"
     breakable = text.strip("`").replace("_", "_<wbr>")  # names of tests are long

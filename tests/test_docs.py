@@ -204,7 +204,7 @@ def test_sentences_on_the_study_are_those_of_its_runs() -> None:
 
     readme, results = map(flat, ("README.md", "docs/results.md"))
     ours = below("MARS-AdamW (.9, .95)", "AdamW")
-    assert f"MARS-AdamW ends {fmean(ours):.2f} below, which a longer warm-up" in readme
+    assert f"MARS-AdamW ends {fmean(ours):.2f} below AdamW; a longer warm-up" in readme
     default, adamw = (found[arm].losses for arm in ("MARS-AdamW (.9, .95)", "AdamW"))
     same = [adamw[2e-3][seed] - default[2e-3][seed] for seed in range(3)]
     assert min(*ours, *same) > 0
@@ -229,6 +229,8 @@ def test_sentences_on_the_study_are_those_of_its_runs() -> None:
     assert f"ends {fmean(below('MARS-Shampoo', 'Muon')):.3f} below Muon at Moonlight's" in results
     lost = [losses[4e-3][0] - losses[2e-3][0] for losses in (default, adamw)]
     assert f"it loses {lost[0]:.2f} where AdamW loses {lost[1]:.2f}" in results
+    far = default[8e-3][0] - default[2.83e-3][0]
+    assert f"at 2.8 times it loses {far:.2f}" in results
     of_m = below("MARS-M", "Muon")
     told = (
         f"{of_m[0]:.3f} and {of_m[1]:.3f} below it on two seeds, {-of_m[2]:.3f} above on the third"
@@ -465,7 +467,7 @@ def test_sentences_on_gpt2_small_are_those_of_its_runs() -> None:
     span = f"{d.low:.3f} to {d.high:+.3f}, three seeds".replace("-", "−")
     assert f"level with Muon**: {d.mean:.3f} above it ({span})" in results
     (promised,) = re.findall(r"MARS-M may end (\S+) lower at 0.0226", judged.why)
-    assert f"promises MARS-M {promised} at 0.0226" in results
+    assert f"at 0.0226, a parabola says, MARS-M may end {promised} lower" in results
     beyond = [runs[arm, 64e-3].final or 0.0 for arm in ("Muon", "MARS-M")]
     assert "end at {:.1f} and {:.1f}".format(*beyond) in results
     slow, fast = ((runs["AdamW", lr].final or 0.0) - final["AdamW"] for lr in (1e-3, 4e-3))
@@ -476,7 +478,7 @@ def test_sentences_on_gpt2_small_are_those_of_its_runs() -> None:
     assert told + "{:.3f} and {:.3f} on seed 1".format(*second) in results
     leads = [*second, below["Muon"], below["MARS-M"]]
     told = f"{min(leads):.3f} to {max(leads):.3f} below AdamW"
-    assert f"{told} (two seeds of it); MARS-AdamW is level with AdamW (one seed" in readme
+    assert f"{told} (three seeds, AdamW two); MARS-AdamW is level with AdamW (one seed" in readme
     assert f"{told} on the two seeds that it has" in results
     muon, ours = (
         [runs[arm, lr].final or 0.0 for lr in (4e-3, 8e-3, 16e-3, 32e-3)]
