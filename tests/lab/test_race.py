@@ -322,7 +322,11 @@ def test_what_is_wrong_with_an_entrant_is_told_before_the_race(
         (["--optimizers", "adamw", "no.such:Thing"], "No module named 'no'"),
         (["--optimizers", "adamw@fast"], "'fast' is not a number"),
         (["--optimizer", "adamw"], "--optimizers NAME"),
-        (["--optimizers", "adamw", "--optimizer.gamma", "0.1"], "gamma is no option of adamw"),
+        (["--optimizers", "adamw", "--optimizer.gamma", "0.1"], "gamma is no option of adamw\n"),
+        (
+            ["--optimizers", "mars-m", "adamw", "--optimizer.gamma", "0.1", "--out", "a"],
+            "`mars report a --baseline adamw`",
+        ),
     ):
         assert main(["race", *words]) in (1, 2)
         assert message in capsys.readouterr().err

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -183,6 +184,17 @@ def test_a_second_process_is_told_who_the_first_is(
     owner.communicate("")
     with RunDirectory(tmp_path).lock():
         pass
+
+
+def test_an_owner_that_is_about_to_go_is_waited_for(
+    tmp_path: Path, owner: subprocess.Popen[str]
+) -> None:
+    """A worker saves before it follows its killed command."""
+    leaving = threading.Timer(0.5, lambda: owner.communicate(""))
+    leaving.start()
+    with RunDirectory(tmp_path).lock():
+        leaving.join()
+        assert owner.returncode == 0
 
 
 def test_a_killed_owner_holds_nothing(tmp_path: Path, owner: subprocess.Popen[str]) -> None:

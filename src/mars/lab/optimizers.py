@@ -111,15 +111,21 @@ def build(
     entry = find(config.name)
     if replicated and entry.build is _mars:
         options = {"ranks": "replicate", **options}
-    for name in ("betas", "lr_1d", "betas_1d", "weight_decay_1d", "gamma", "exact"):
-        if getattr(config, name) not in (None, False) and name not in entry.uses:
-            raise LabError(f"optimizer.{name} is no option of {config.name}")
+    for name in foreign(config):
+        raise LabError(f"optimizer.{name} is no option of {config.name}")
     try:
         return entry.build(model, config, options)
     except LabError:
         raise
     except Exception as error:
         raise LabError(f"optimizer {config.name}: {_line(error)}") from error
+
+
+def foreign(config: Optimizer) -> list[str]:
+    """Fields of a configuration that are set, and that its optimizer does not have."""
+    fields = ("betas", "lr_1d", "betas_1d", "weight_decay_1d", "gamma", "exact")
+    uses = find(config.name).uses
+    return [n for n in fields if getattr(config, n) not in (None, False) and n not in uses]
 
 
 def _line(error: Exception) -> str:

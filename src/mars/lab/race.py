@@ -16,7 +16,7 @@ from mars.lab.config import Run, check, read_config, to_json
 from mars.lab.differences import first_difference
 from mars.lab.errors import INTERRUPTED, LabError, UsageError
 from mars.lab.hardware import choose_device
-from mars.lab.optimizers import build
+from mars.lab.optimizers import build, foreign
 from mars.lab.pool import Job, cores, run_all, threads
 from mars.lab.recipes import settings
 from mars.lab.report import Summary, units
@@ -54,7 +54,8 @@ def race_command(words: list[str]) -> int:
     base = arguments.base_run(recipe, words)
     about = (
         f"Race optimizers on {recipe}. What you override counts for all of them; else each has "
-        "its own tuned settings. The first word may be another recipe (`mars train --help` lists "
+        "its own tuned settings (defaults of optimizer options below are those of "
+        f"{base.optimizer.name}). The first word may be another recipe (`mars train --help` lists "
         "them), or the directory of a race, to go on with it. Results go to --out, by default "
         "runs/race-RECIPE."
     )
@@ -151,9 +152,19 @@ def _at_rate(run: Run, lr: float) -> Run:
     return run.replace(optimizer=settings.at_rate(run.optimizer, lr))
 
 
-def _check_optimizers(jobs: list[Job]) -> None:
+def _check_optimizers(jobs: list[Job], directory: Path) -> None:
     """Make each optimizer once, for a miniature: what is wrong is told before anybody trains."""
-    for run in {str(job.run.optimizer): job.run for job in jobs}.values():
+    runs = {str(job.run.optimizer): job.run for job in jobs}.values()
+    names = dict.fromkeys(run.optimizer.name for run in runs)
+    for run in runs:
+        name = run.optimizer.name
+        lacking = foreign(run.optimizer)
+        if lacking and len(names) > 1:
+            raise LabError(
+                f"optimizer.{lacking[0]} is no option of {name}, and what you override counts for "
+                f"all: race those that lack it first, the others with it into the same --out "
+                f"({directory}); `mars report {directory} --baseline {name}` then compares them"
+            )
         build(tasks.of(run).miniature(), run.optimizer)
 
 
@@ -204,7 +215,7 @@ def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
     chosen = args.keep.out if args.keep.out != base.keep.out else None
     directory = Path(chosen or f"runs/race-{base.recipe}").expanduser()
     jobs = plan(args, base, asked, directory)
-    _check_optimizers(jobs)
+    _check_optimizers(jobs, directory)
     moved.follow([job.run for job in jobs])
     _check_begun(jobs, directory)
     _check_data(jobs, directory)

@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,6 +42,9 @@ HOLDS = {
     "results.jsonl": "a study",
     "manifest.json": "prepared data, or a checkpoint",
 }
+
+# Seconds for an owner to go: a worker whose command was killed first saves what it trained.
+PATIENCE = 3.0
 
 # Descriptors of the locks held by this process.
 _held: set[int] = set()
@@ -156,7 +160,10 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Own the directory; LabError if a process does. Removes what killed writers left."""
+        """Own the directory; LabError if a process does, and keeps it.
+
+        Removes what killed writers left.
+        """
         try:
             descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
@@ -177,13 +184,19 @@ class RunDirectory:
             import fcntl
         except ImportError:  # Windows: nobody else is kept out there
             return
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = _owner(os.pread(descriptor, 4096, 0))
-            raise LabError(f"run directory {self.path} is in use by {owner}") from None
-        except OSError as error:
-            raise LabError(f"cannot lock run directory {self.path}: {reason(error)}") from error
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() < until:
+                    time.sleep(0.05)
+                    continue
+                owner = _owner(os.pread(descriptor, 4096, 0))
+                raise LabError(f"run directory {self.path} is in use by {owner}") from None
+            except OSError as error:
+                raise LabError(f"cannot lock run directory {self.path}: {reason(error)}") from error
         me = {"pid": os.getpid(), "host": socket.gethostname()}
         os.ftruncate(descriptor, 0)
         with contextlib.suppress(OSError):  # a full disk: the lock holds without a name in it
