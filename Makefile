@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: test test-faults check race docs clean
 
@@ -16,16 +17,21 @@ test-faults: $(VENV)/installed ## every fault of docs/reliability.md, the slow o
 
 check: test
 
-race: $(VENV)/installed ## race seven optimizers on a small GPT; a table and an HTML report
+race: $(VENV)/lab ## race seven optimizers on a small GPT; a table and an HTML report
 	$(BIN)/mars race
 
 docs: $(VENV)/installed ## build the documentation site into site/; open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-$(VENV)/installed: pyproject.toml constraints.txt
+# What a race needs; the rest is for tests and the site, and much larger.
+$(VENV)/lab: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch setuptools
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[lab,dev]'
+	$(INSTALL) torch setuptools
+	$(INSTALL) --no-build-isolation -e '.[lab]'
+	touch $@
+
+$(VENV)/installed: $(VENV)/lab
+	$(INSTALL) --no-build-isolation -e '.[dev]'
 	touch $@
 
 clean:

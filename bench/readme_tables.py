@@ -307,12 +307,13 @@ def judged(name: str) -> Verdict:
 
 def durations(name: str) -> str:
     """What a step of each arm took, alone on the device, and the time to the baseline's loss."""
-    head = ["", "a step, ms", "of it the optimizer", "tokens", "time"]
+    head = ["", "a step, ms", "optimizer, ms", "to the loss of", "tokens", "time"]
     rows = []
     for row in judged(name).rows:
         if row.time is not None:
             shares = (row.tokens_ratio, row.time_ratio)
             cells = [f"{1e3 * s:.1f}" for s in (row.time.step, row.time.optimizer)]
+            cells.append(row.baseline or "" if any(shares) else "")
             cells += [f"{100 * share:.0f} %" if share else "" for share in shares]
             rows.append([row.ladder.arm.name, *cells])
     return table(head, rows)

@@ -10,6 +10,7 @@ from mars.lab.report.statistics import Difference, Spread
 from mars.lab.report.summary import Entry, Summary
 
 WIDTH = 100
+ENOUGH = 3  # seeds for a lead that was picked from the table to count
 TEXT = ("optimizer", "lr", "seeds", "final loss", "{}", "tokens", "step", "opt")
 IMAGES = ("optimizer", "lr", "n", "accuracy", "best", "loss", "{}", "epochs", "images/s")
 LEGENDS = {
@@ -100,6 +101,8 @@ def _runner_up(best: Entry, second: Entry) -> str:
         return f"{gap} from one seed."
     if not d.resolved:
         return f"{gap} not resolved with {seeds(d.n)}."
+    if d.n < ENOUGH:
+        return f"{gap} more than noise by {seeds(d.n)} alone ({_interval(best, d)}): run more."
     return f"{gap} resolved ({_interval(best, d)})."
 
 
