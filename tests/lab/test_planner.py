@@ -87,7 +87,7 @@ def test_state_is_what_real_optimizers_hold(
 
 
 def test_bytes_of_a_step_are_those_that_were_counted() -> None:
-    """docs/performance.md, section "Bytes": an element, float32."""
+    """docs/fast.md, section "Bytes": an element, float32."""
 
     def moved(rule: str, **options: Any) -> float:
         return steps.step_bytes_per_element(rule, Setting(clip_all=False, **options))
