@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -312,6 +313,41 @@ def test_sentences_on_the_correction_are_those_of_its_runs() -> None:
     )
     assert said in choosing
     assert f"({final(default):.3f}, where γ = 0.05 has {final('γ = 0.05'):.3f})" in choosing
+
+
+def test_sentences_on_the_correction_of_a_tiny_model_are_those_of_its_runs() -> None:
+    found = ladders("tiny-correction")
+    best = {arm: ladder.losses[ladder.best] for arm, ladder in found.items()}
+    default, large = "γ = 0.025", "γ = 0.1"
+    page, choosing = map(flat, ("docs/results-small.md", "docs/choosing.md"))
+    d = paired(best[large], best[default])
+    assert f"({-d.mean:.3f} lower, {-d.high:.3f} to {-d.low:.3f})" in page
+    assert f"At the published betas it was {-d.mean:.3f} below the default" in choosing
+    more = {arm: paired(best[f"{arm}, exact"], best[arm]) for arm in (large, default)}
+    e = more[default]
+    assert f"lowers it by {-more[large].mean:.3f} more at γ = 0.1" in page
+    assert (
+        f"by {-e.mean:.3f}, not resolved ({-e.high:.3f} to {-e.low:.3f})".replace("-", "−") in page
+    )
+    assert not e.resolved
+    told = f"it ended {-more[large].mean:.3f} lower at γ = 0.1 and {-e.mean:.3f} at γ = 0.025"
+    assert told in choosing
+    plain = paired(best[default], best["γ = 0"])
+    assert f"On a tiny GPT the default {plain.mean:.3f}, resolved".replace("-", "−") in choosing
+    moved = {
+        j.comparison.arm: j
+        for j in verdicts("tiny-correction")
+        if j.comparison.claim.kind == "rate"
+    }
+    ratio = {arm: math.exp(j.difference.mean) for arm, j in moved.items()}
+    assert moved[large].state == "holds"
+    assert moved[default].state == "not resolved"
+    assert f"as predicted at γ = 0.1: {ratio[large]:.2f} times that of γ = 0" in page
+    assert f"it moved by {ratio[large]:.2f} for γ = 0.1, as predicted" in choosing
+    exact = [ratio[f"{arm}, exact"] for arm in (default, large)]
+    assert "moves to {:.1f} and {:.1f} times".format(*exact) in page
+    told = "{:.1f} and {:.1f} times, where approximate mode has {:.1f} and {:.1f}"
+    assert told.format(*exact, ratio[default], ratio[large]) in choosing
 
 
 def test_sentences_on_the_search_are_those_of_its_runs() -> None:
