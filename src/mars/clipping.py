@@ -84,13 +84,15 @@ def clip_lengths(
 
 def _asks(b: Batch) -> bool:
     """Whether this batch is clipped by norms that its engine does not compute."""
-    apart = bool(b.layouts) or b.launch is not None
-    return bool(b.h) and (b.k.clip == "global" or (b.k.clip == "tensor" and apart))
+    apart = len(b.layouts) > 0 or b.launch is not None
+    return len(b.h) > 0 and (b.k.clip == "global" or (b.k.clip == "tensor" and apart))
 
 
 def _home(groups: Sequence[Group]) -> torch.device:
-    devices = (p.device for g in groups for p in g["params"])
-    return next(devices, torch.device("cpu"))
+    for g in groups:
+        for p in g["params"]:
+            return p.device  # type: ignore[no-any-return]
+    return torch.device("cpu")
 
 
 def clip_gradients(

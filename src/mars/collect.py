@@ -308,4 +308,4 @@ def _jobs(batch: Batch, m: list[Tensor]) -> list[exchange.Job]:
 
 def _shared(optimizer: MARS, batch: Batch) -> bool:
     """Whether ranks share the Newton–Schulz of this batch."""
-    return KINDS[batch.kind].matrix and (bool(batch.layouts) or optimizer._ranks.replicate)
+    return KINDS[batch.kind].matrix and (len(batch.layouts) > 0 or optimizer._ranks.replicate)

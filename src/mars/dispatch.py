@@ -6,14 +6,13 @@ import logging
 from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
-from mars.engines import Batch, interpreted
+from mars.engines import Batch, interpreted, no_triton
 from mars.options import LEAN_BUFFERS, ratio_1d, state_format
 from mars.rule import KINDS, Hyper
 from mars.rule.estimator import Scalar
@@ -49,11 +48,8 @@ def _on_cpu(group: Group, params: list[Tensor]) -> bool:
 @cache
 def _no_triton() -> str | None:
     """What is wrong with the Triton here; None if nothing is."""
-    if find_spec("triton") is None:
-        return "Triton is not installed"
-    version: str = import_module("triton").__version__
-    if tuple(map(int, version.split(".")[:2])) < (3, 4):
-        return f"Triton {version}: it needs 3.4 or newer"
+    if (reason := no_triton()) is not None:
+        return reason
     if torch.cuda.is_available():
         try:  # it builds its launcher here, for which it needs a C compiler
             import_module("triton.runtime").driver.active.get_current_device()
@@ -144,19 +140,23 @@ def _for_kernel(value: Scalar, x: Tensor) -> Scalar:
 
 def set_numbers(batch: Batch, group: Group, x: Tensor, fused: bool) -> None:
     """Give the batch the group's numbers as they are now."""
-    kind = batch.kind
+    batch.k, batch.ratio = _numbers(batch.kind, group, x, fused)
+    batch.max_grad_norm = group["max_grad_norm"]
+
+
+def _numbers(kind: str, group: Group, x: Tensor, fused: bool) -> tuple[Hyper, float]:
+    """What a step of this kind of tensor computes with; its rate over the group's."""
     one_d = not KINDS[kind].corrected and group["mars_type"] != kind
     beta1, beta2 = group["betas_1d"] if one_d else group["betas"]
     decay = group["weight_decay_1d"] if one_d else group["weight_decay"]
     lr, gamma = group["lr"], group["gamma"]
-    batch.max_grad_norm = group["max_grad_norm"]
-    batch.ratio = 1.0 if KINDS[kind].corrected else ratio_1d(group)
+    ratio = 1.0 if KINDS[kind].corrected else ratio_1d(group)
     if fused:
         rate, gamma = _for_kernel(lr, x), _for_kernel(gamma, x)
     else:
-        rate = _on_device(lr if batch.ratio == 1.0 else lr * batch.ratio, x)
+        rate = _on_device(lr if ratio == 1.0 else lr * ratio, x)
         beta1, beta2, decay, gamma = (_on_device(v, x) for v in (beta1, beta2, decay, gamma))
-    batch.k = Hyper(
+    k = Hyper(
         lr=rate,
         beta1=beta1,
         beta2=beta2,
@@ -169,16 +169,18 @@ def set_numbers(batch: Batch, group: Group, x: Tensor, fused: bool) -> None:
         stacked=group["matrix_rule"] == "stack",
         ns=NewtonSchulz(group["ns_steps"], group["ns_coefficients"], group["ns_dtype"]),
     )
+    return k, ratio
 
 
 def new_batch(kind: str, group: Group, index: int, x: Tensor, t: Tensor, fused: bool) -> Batch:
     consume = group["consume_grads"] and state_format(group, "last_grad") == "float32"
-    batch = Batch(
-        kind, Hyper(0.0, 0.0, 0.0, 0.0, 0.0), index,
+    k, ratio = _numbers(kind, group, x, fused)
+    return Batch(
+        kind, k, index,
         # As dynamo reads it: `not` of an option breaks the graph of a compiled step (torch 2.15).
         host_t=False if group["capturable"] else t.device.type == "cpu",
         keep_g=group["is_approx"] and not consume,
         consume=consume,
+        max_grad_norm=group["max_grad_norm"],
+        ratio=ratio,
     )  # fmt: skip
-    set_numbers(batch, group, x, fused)
-    return batch

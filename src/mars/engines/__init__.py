@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -26,9 +28,20 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 
 
+@cache
+def no_triton() -> str | None:
+    """Why the Triton here, if any, is not used; None if it is."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    version: str = import_module("triton").__version__
+    if tuple(map(int, version.split(".")[:2])) < (3, 4):
+        return f"Triton {version}: it needs 3.4 or newer"
+    return None
+
+
 def available() -> list[str]:
     """The engines that can run here."""
-    fused = find_spec("triton") is not None and (torch.cuda.is_available() or interpreted())
+    fused = no_triton() is None and (torch.cuda.is_available() or interpreted())
     return [name for name in ENGINES if name != "fused" or fused]
 
 
@@ -37,4 +50,14 @@ def table() -> list[tuple[str, str]]:
     return [(name, kind) for name in available() for kind in KINDS]
 
 
-__all__ = ["CELLS", "COLUMNS", "ENGINES", "Batch", "Cell", "available", "interpreted", "table"]
+__all__ = [
+    "CELLS",
+    "COLUMNS",
+    "ENGINES",
+    "Batch",
+    "Cell",
+    "available",
+    "interpreted",
+    "no_triton",
+    "table",
+]

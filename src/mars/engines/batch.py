@@ -59,7 +59,7 @@ class Batch:
 
     def part(self, rows: list[int]) -> Batch:
         """Some of the tensors."""
-        lists = ((name, getattr(self, name)) for name in COLUMNS)
+        lists = ((name, getattr(self, name)) for name in (*COLUMNS, "layouts", "places"))
         own: dict[str, Any] = {n: [c[i] for i in rows] if c else [] for n, c in lists}
         return replace(self, **own)
 
@@ -108,7 +108,12 @@ class Batch:
                     _narrow(self.h, self.h_exp, i, wide.h[i], t, True, salt=3)
 
     def steps(self) -> list[Scalar]:
-        """t of each tensor: floats where the host counts, 0-d tensors elsewhere."""
+        """t of each tensor: floats where the host counts, 0-d tensors elsewhere.
+
+        A graph gets tensors, for it cannot read numbers; their powers are as exact as of floats.
+        """
+        if self.host_t and torch.compiler.is_compiling():
+            return [t.double() for t in self.t]
         return [float(t) for t in self.t] if self.host_t else list(self.t)
 
 

@@ -171,6 +171,8 @@ def finish(batch: Batch, u: list[Tensor]) -> None:
 
 def split_into(batch: Batch, x: list[Tensor]) -> None:
     """Take new float32 values apart into 16-bit parameters and their low halves, if it has any."""
-    for high, low, value in zip(batch.x, batch.low, x, strict=False):
+    if not batch.low:
+        return
+    for high, low, value in zip(batch.x, batch.low, x, strict=True):
         for half, part in zip((high, low), split(value, high.dtype), strict=True):
             half.copy_(part)
