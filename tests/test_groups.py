@@ -462,6 +462,44 @@ def test_hidden_matrices_of_the_shape_of_the_largest_table_are_no_heads(last: tu
     assert {groups[f"{i}.weight"]["name"] for i in (1, 2)} == {"matrices"}
 
 
+class Layers(nn.Module):
+    """A table, a block and an output layer, tied or not."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(32, 8)
+        self.h = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(8, 24), "down": nn.Linear(24, 8)}) for _ in range(2)
+        )
+        self.lm_head = nn.Linear(8, 32, bias=False)
+        if tied:
+            self.lm_head.weight = self.wte.weight
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["head", "classifier", "output", "fc"])
+def test_a_whole_model_that_is_called_a_head_keeps_its_matrices(name: str, tied: bool) -> None:
+    groups = by_name(mars.param_groups(nn.ModuleDict({name: Layers(tied)}), mars_type="mars-m"))
+    hidden = [f"{name}.h.{i}.{layer}.weight" for i in range(2) for layer in ("up", "down")]
+    assert {groups[one]["name"] for one in hidden} == {"matrices"}
+    if not tied:
+        assert groups[f"{name}.lm_head.weight"]["name"] == "head"
+
+
+def test_hidden_layers_of_a_head_are_matrices_and_several_heads_are_heads() -> None:
+    layers = [nn.Linear(9, 6), nn.ReLU(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2)]
+    model = nn.ModuleDict({
+        "classifier": nn.Sequential(*layers),
+        "heads": nn.ModuleDict({"kind": nn.Linear(6, 5), "box": nn.Linear(6, 4)}),
+    })  # fmt: skip
+    groups = by_name(mars.param_groups(model, mars_type="mars-m"))
+    roles = {name: g["name"] for name, g in groups.items() if name.endswith("weight")}
+    assert roles == {
+        "classifier.0.weight": "matrices", "classifier.2.weight": "matrices",
+        "classifier.4.weight": "head", "heads.kind.weight": "head", "heads.box.weight": "head",
+    }  # fmt: skip
+
+
 def test_a_layer_alone_keeps_its_name() -> None:
     groups = by_name(mars.param_groups(nn.ModuleDict({"fc": nn.Linear(4, 2)}), mars_type="mars-m"))
     assert groups["fc.weight"]["name"] == "head"

@@ -41,6 +41,7 @@ _EMBEDDING = re.compile(
 _PATCHES = re.compile(r"(^|[._])patch_?embed")
 _HEAD = re.compile(r"(^|\.)(lm_head|head|heads|classifier|score|embed_out)(\.|$)|^(fc|output)\.")
 _NUMBERED = re.compile(r"\.\d+\.")  # a layer of many
+_DEEP = re.compile(r"\.\d+\.\w+\.")  # in one that is more than a layer: "3.mlp.", not "6.weight"
 # Modules that hold a model and nothing else call it so.
 _HOLDERS = ("model.", "net.", "network.", "base_model.")
 # What torch.compile, DDP, FSDP and checkpointing put into names: a wrapped model is routed alike.
@@ -181,7 +182,8 @@ def param_groups(
     named = _named_parameters(model)
     tables = _embedding_tables(model)
     bare = _bare_names([name for name, _ in named])
-    head_by_shape = _head_by_shape([p for _, p in named], tables)
+    matrix_rule = options.get("matrix_rule", "2d")
+    outputs = _outputs([(name, p) for name, (_, p) in zip(bare, named, strict=True)], tables)
     members: dict[str, list[tuple[str, Tensor]]] = {"matrices": []}
     seen: dict[Tensor, str] = {}
     for (name, p), known in zip(named, bare, strict=True):
@@ -190,8 +192,8 @@ def param_groups(
         seen[p] = name
         role: int | str | None = _route(name, p, routes)
         if role is None:
-            role = _role(known, p, tables, options.get("matrix_rule", "2d"))
-            role = "head" if role == "matrices" and p is head_by_shape else role
+            role = _role(known, p, tables, matrix_rule)
+            role = "head" if role == "matrices" and p in outputs else role
         if isinstance(role, int):
             pattern, destination = routes[role]
             role = f"route {role}: {_text(pattern)}"
@@ -234,6 +236,35 @@ def _bare_names(names: Sequence[str]) -> list[str]:
     return bare
 
 
+def _outputs(named: Sequence[tuple[str, Tensor]], tables: set[Tensor]) -> set[Tensor]:
+    """The output layers: by shape, and by names outside of numbered layers, where "heads" are
+    those of attention.
+    """
+    below: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, p in named:
+        found = _HEAD.search(name)
+        if p.ndim < 2 or p in tables or is_table(name, p) or found is None:
+            continue
+        if not _NUMBERED.search(name[: found.start() + 1]):
+            below.setdefault(name[: found.end()], []).append(("." + name[found.end() :], p))
+    outputs = {p for layers in below.values() for p in _last_layers(layers)}
+    by_shape = _head_by_shape([p for _, p in named], tables)
+    return outputs if by_shape is None else outputs | {by_shape}
+
+
+def _last_layers(layers: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
+    """What is called a head may be a classifier of three layers, several heads or a whole model:
+    those are hidden whose rows are the columns of a later one, and what lies in numbered layers.
+    """
+    if len(layers) == 1:
+        return [layers[0][1]]
+    return [
+        p
+        for i, (name, p) in enumerate(layers)
+        if not _DEEP.search(name) and all(q.shape[1] != p.shape[0] for _, q in layers[i + 1 :])
+    ]
+
+
 def _head_by_shape(parameters: Sequence[Tensor], tables: set[Tensor]) -> Tensor | None:
     """The last matrix, if it alone has the shape of the largest table, of more rows than columns:
     whatever it is called, it turns vectors into tokens.
@@ -266,25 +297,17 @@ def _text(pattern: object) -> str:
 
 
 def _role(name: str, p: Tensor, tables: set[Tensor], matrix_rule: str) -> str:
-    """One of the four usual ones, by the bare name and the shape."""
+    """One of the usual ones, but for the head, by the bare name and the shape."""
     shape = {"mars_type": "mars-adamw", "matrix_rule": matrix_rule, "optimize_1d": False}
     if p in tables or is_table(name, p):
         return "embeddings"
-    if kind_of(p, shape) != "mars-adamw":
-        return "vectors"
-    return "head" if _is_head(name) else "matrices"
+    return "matrices" if kind_of(p, shape) == "mars-adamw" else "vectors"
 
 
 def is_table(name: str, p: Tensor) -> bool:
     """By the name of its module: what lies deeper in an "embedder" is a network of its own."""
     own = ".".join(name.split(".")[-2:])
     return p.ndim >= 2 and bool(_EMBEDDING.search(own) or _PATCHES.search(name))
-
-
-def _is_head(name: str) -> bool:
-    """By a name outside of numbered layers, where "heads" are those of attention."""
-    found = _HEAD.search(name)
-    return found is not None and not _NUMBERED.search(name[: found.start() + 1])
 
 
 def _of_adamw(to: Destination) -> Destination:
