@@ -17,6 +17,7 @@ from mars.state import kind_of
 logger = logging.getLogger("mars")
 
 DEFAULT_LR_1D = 3e-3
+FLAT = 1 << 16  # numbers of a tensor that may have been matrices
 WIDE, TALL = 64, 10  # columns, and rows over columns, of what is a table if it has no name
 
 
@@ -122,7 +123,8 @@ def _warn_about_flat_tensors(groups: Sequence[dict[str, Any]]) -> None:
     asked = [p for group in mars for p in group["params"] if not group["optimize_1d"]]
     every = [p for group in groups for p in group["params"]]
     flat = not any(p.ndim > 1 or isinstance(p, UninitializedParameter) for p in every)
-    if asked and flat:
+    # A bias that has an optimizer of its own, as in backward, is none of theirs.
+    if asked and flat and (len(every) > 1 or every[0].numel() >= FLAT):
         logger.warning(
             "no parameter is a matrix, so that AdamW trains all of them. If these were matrices: "
             "FSDP1 and DeepSpeed flatten them, and MARS needs FSDP2 (fully_shard)"

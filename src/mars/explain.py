@@ -10,7 +10,7 @@ from mars.exchange import plan_text
 from mars.optimizer import MARS
 from mars.options import as_float, ratio_1d
 from mars.rule import KINDS
-from mars.sharding import layout_of
+from mars.sharding import here, layout_of
 from mars.state import kind_of
 from mars.table import format_table
 
@@ -56,7 +56,7 @@ def engine_rows(optimizer: MARS) -> list[tuple[str, ...]]:
         if reason is not None:
             shares = optimizer._ranks.replicate and KINDS[kind_of(p, group)].matrix
             alone = layout_of(p, group) is None and not shares
-            engine = engine_for(group, group["params"]) if alone else "foreach"
+            engine = engine_for(group, [here(p) for p in group["params"]]) if alone else "foreach"
         kind = kind_of(p, group)
         name, numbers = str(group.get("name", i)), _numbers(kind, group)
         lines[(name, kind, *numbers, engine, reason or "")] += 1
