@@ -274,6 +274,12 @@ def test_nor_is_one_below_zero(value: object) -> None:
     optimizer.step()
 
 
+def test_a_loaded_group_is_differentiable_only_if_the_optimizer_is() -> None:
+    saved = MARS([weight()], differentiable=True).state_dict()
+    with pytest.raises(ValueError, match="only if the whole optimizer is"):
+        MARS([weight()]).load_state_dict(saved)
+
+
 def test_tools_for_mars_refuse_other_optimizers() -> None:
     other = torch.optim.AdamW([weight()])
     with pytest.raises(TypeError, match="AdamW has no gamma"):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mars.options import PAIRS, SETTLED, as_float, check_values
+from mars.options import PAIRS, SETTLED, as_float, check_differentiable, check_values, plain_numbers
 from mars.rule.formats import GROUP
 from mars.sharding import is_sharded
 from mars.state import EXPONENT, LATER, LOW_HALF, OURS, SHAPED, buffers, kind_of, new_buffer
@@ -45,8 +45,11 @@ def save(optimizer: Optimizer, save_by_torch: Callable[[], dict[str, Any]]) -> d
 
 def as_saved(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """A state dict with the buffers that the next step will begin with, and which ranks can send
-    each other: nothing in it is of a dtype that does not travel.
+    each other: nothing in it is of a dtype that does not travel. NumPy's numbers, as a schedule by
+    hand may write, are Python's in it, which weights_only loading takes.
     """
+    for saved_group in saved["param_groups"]:
+        plain_numbers(saved_group, differentiable=True)
     places = {id(own): index for index, own in saved["state"].items()}
     for p, own, group in _matched(optimizer, saved):
         wanted = buffers(kind_of(p, group), p, group)
@@ -197,6 +200,7 @@ def _checked(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, A
     state_dict = {**state_dict, "param_groups": [_completed(*pair) for pair in groups]}
     for group in state_dict["param_groups"]:
         check_values({**optimizer.defaults, **group}, moved=True)
+        check_differentiable(group, optimizer.defaults)
     names, saved_names = (
         list(chain.from_iterable(g.get("param_names", ()) for g in groups))
         for groups in (optimizer.param_groups, state_dict["param_groups"])

@@ -177,8 +177,7 @@ class MARS(Optimizer):
         options.check_known(group, f"parameter group {len(self.param_groups)}")
         options.check_values({**self.defaults, **group})
         differentiable = group.get("differentiable", self.defaults["differentiable"])
-        if differentiable and not self.defaults["differentiable"]:
-            raise ValueError("a group can be differentiable only if the whole optimizer is")
+        options.check_differentiable(group, self.defaults)
         if group.get("weight_decay", 1.0) == 0.0:
             group.setdefault("weight_decay_1d", 0.0)
         own_rate = group.get("lr", self.defaults["lr"])

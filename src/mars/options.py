@@ -176,6 +176,7 @@ def check_values(options: Mapping[str, Any], moved: bool = False) -> None:
 
 
 # What schedulers move, and how low: a rate that ends at −1e-19 by rounding must not end a training.
+# γ below 0 is a mistake as an option; a schedule may mean it, and all engines step with it.
 ROUNDED = -1e-12
 MOVED = {
     "lr": ROUNDED, "lr_1d": ROUNDED, "base_lr": ROUNDED, "weight_decay": ROUNDED,
@@ -325,6 +326,12 @@ def _check_together(options: Mapping[str, Any]) -> None:
                 "consume_grads=True needs capturable=False: a captured graph replays on fixed "
                 "buffers, and would never see the new last gradient"
             )
+
+
+def check_differentiable(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Autograd is switched on for whole steps."""
+    if group.get("differentiable") and not defaults["differentiable"]:
+        raise ValueError("a group can be differentiable only if the whole optimizer is")
 
 
 def plain_numbers(options: dict[str, Any], differentiable: bool) -> dict[str, Any]:
