@@ -276,8 +276,10 @@ def test_who_follows_the_protocol_after_a_refusal_begins_it() -> None:
         loss_of(model, batches[0]).backward()
         with pytest.raises(RuntimeError, match="previous param") if refused else nullcontext():
             optimizer.step()
-    with pytest.warns(UserWarning, match="this one step is taken without correction"):
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # which wraps step
+    with pytest.warns(UserWarning, match="this one step is taken without correction") as told:
         follow_protocol(optimizer, model, batches, [1])
+    assert [warning.filename for warning in told] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         follow_protocol(optimizer, model, batches, [2])

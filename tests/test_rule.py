@@ -195,10 +195,11 @@ def test_unclipped_matrix_types_are_muon(
 
 
 def test_form_without_h_equals_the_recursion() -> None:
-    """n = β₁n + (1−β₁)(1−γ)g, m = n + γg, while γ is constant."""
-    gamma, beta = 0.3, 0.9
+    """n = β₁n + (1−β₁)(1−γ)g, m = n + γg, while γ is constant, whatever β₁ does."""
+    gamma = 0.3
     n = m = h = torch.zeros(5, dtype=torch.float64)
-    for _ in range(30):
+    for step in range(30):
+        beta = 0.8 + 0.15 * (step % 2)
         g = torch.randn(5, dtype=torch.float64)
         m = average(m, correct(g, h, gamma, beta), beta)
         n, free = average_without_h(n, g, gamma, beta)

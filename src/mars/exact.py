@@ -12,9 +12,11 @@ parameters that this optimizer does not have, running statistics of batch norm) 
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,11 +79,11 @@ def evaluate(optimizer: MARS, closure: Callable[[], Any]) -> Any:
     if moved:
         _evaluate_there(optimizer, closure, moved)
     loss = closure()
-    _without_correction(optimizer, [p for p in corrected if p not in moved], frames=6)
+    _without_correction(optimizer, [p for p in corrected if p not in moved])
     return loss
 
 
-def _without_correction(optimizer: MARS, lost: list[Tensor], frames: int) -> None:
+def _without_correction(optimizer: MARS, lost: list[Tensor]) -> None:
     """c = g once, for those of these that have been stepped: what h they have is of before."""
     stepped = dict(_states(optimizer))
     lost = [p for p in lost if p in stepped]
@@ -94,8 +96,20 @@ def _without_correction(optimizer: MARS, lost: list[Tensor], frames: int) -> Non
             f"exact mode: nothing of the previous parameters for {len(lost)} tensors (their state "
             "comes from approximate mode, from another protocol or from a partial checkpoint); "
             "this one step is taken without correction",
-            stacklevel=frames,  # to where step was called
+            stacklevel=_level_of_the_caller(),
         )
+
+
+def _level_of_the_caller() -> int:
+    """Of a warning, so that it points to where step was called, whatever has wrapped step."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and _root(frame) in ("mars", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _root(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _forked(params: list[Tensor]) -> AbstractContextManager[None]:
@@ -188,7 +202,7 @@ def check_protocol(optimizer: MARS, with_closure: bool) -> None:
     begins = bool(memory.begun) and lost.issuperset(known)
     if memory.last_grads == "fresh" or begins:
         memory.begun.clear()
-        _without_correction(optimizer, [p for p in corrected if p in lost], frames=9)
+        _without_correction(optimizer, [p for p in corrected if p in lost])
         return
     if memory.last_grads == "used":
         memory.refused = True

@@ -49,8 +49,8 @@ def average(m: Tensor, c: Tensor, beta1: Scalar) -> Tensor:
 def average_without_h(n: Tensor, g: Tensor, gamma: Scalar, beta1: Scalar) -> tuple[Tensor, Tensor]:
     """The same average for an unclipped approximate step, without storing h.
 
-    n ← β₁·n + (1−β₁)(1−γ)·g and m = n + γ·g. Equal to ``correct`` then ``average`` while γ and
-    β₁ are constant (proof in docs/math.md); n takes m's place in the state. Returns (n, m).
+    n ← β₁·n + (1−β₁)(1−γ)·g and m = n + γ·g. Equal to ``correct`` then ``average`` while γ is
+    constant (proof in docs/math.md); n takes m's place in the state. Returns (n, m).
     """
     n = beta1 * n + (1.0 - beta1) * (1.0 - gamma) * g
     return n, n + gamma * g
