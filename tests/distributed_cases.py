@@ -517,6 +517,15 @@ def plan() -> str:
     return mars.explain(MARS(model.parameters(), mars_type="mars-m"))
 
 
+def plan_of_one() -> str:
+    """Each rank has a mesh, and with it the whole of every DTensor, for itself."""
+    import mars
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("each", "one"))
+    model = fully_shard(make_model(), mesh=mesh["one"])
+    return mars.explain(MARS(model.parameters(), mars_type="mars-m"))
+
+
 def begin_anew(store: str) -> float:
     """A step, then all processes leave and meet again, and the same step; how far they differ."""
     ends = []

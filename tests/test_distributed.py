@@ -306,6 +306,11 @@ def test_the_plan_is_printed(two: Ranks) -> None:
     assert first.splitlines()[1].split()[:6] == ["0", "mars-m", "4", "0.003", "0", "foreach"]
 
 
+def test_the_plan_of_what_is_not_cut_names_the_engine_of_one_process(two: Ranks) -> None:
+    for text in two.run(CASES, "plan_of_one"):
+        assert [line.split()[5] for line in text.splitlines()[1:]] == ["cpu", "cpu"]
+
+
 def test_processes_may_part_and_meet_again(two: Ranks, tmp_path: Path) -> None:
     assert two.run(CASES, "begin_anew", str(tmp_path / "store")) == [0.0, 0.0]
 
