@@ -42,10 +42,19 @@ def blocks(page: Path) -> list[str]:
 
 def surroundings() -> dict:
     """What a reader has before the snippet: a model, data, a loop."""
-    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 7))
+
+    class Model(nn.Sequential):
+        def forward(self, input: torch.Tensor, labels: torch.Tensor | None = None) -> object:
+            logits = super().forward(input)
+            if labels is None:
+                return logits
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    model = Model(nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 7))
     batches = list(torch.randint(0, 7, (4, 5)))
     names: dict = {"model": model, "loader": batches, "pairwise": pairwise}
     names["directory"] = tempfile.mkdtemp()
+    names["dataset"] = [{"input": row, "labels": row} for row in torch.randint(0, 7, (8,))]
 
     def loss_of(model, batch):
         return nn.functional.cross_entropy(model(batch), batch)
@@ -102,6 +111,10 @@ def test_snippets_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
             exec("import mars\nfrom mars import MARS\noptimizer = MARS(model.parameters())", names)
         exec(block, names)
         assert names["optimizer"].param_groups
+        if "trainer" in names:
+            names["trainer"].args.max_steps = 2
+            names["trainer"].args.dataloader_pin_memory = False  # of a GPU, which warns without
+            assert names["trainer"].train().global_step == 2
 
 
 def test_committed_verdicts_are_what_the_results_say() -> None:
@@ -333,7 +346,7 @@ def test_sentences_on_the_correction_of_a_tiny_model_are_those_of_its_runs() -> 
     told = f"it ended {-more[large].mean:.3f} lower at γ = 0.1 and {-e.mean:.3f} at γ = 0.025"
     assert told in choosing
     plain = paired(best[default], best["γ = 0"])
-    assert f"On a tiny GPT the default {plain.mean:.3f}, resolved".replace("-", "−") in choosing
+    assert f"On a tiny GPT the default ends {-plain.mean:.3f} lower (resolved" in choosing
     moved = {
         j.comparison.arm: j
         for j in verdicts("tiny-correction")
@@ -690,6 +703,16 @@ def test_bytes_of_state_are_those_that_are_held() -> None:
         name = "plain AdamW" if kind == "plain-adamw" else label(kind)
         row = f"| {name} | {' | '.join(held)} |"
         assert row in text, row
+    for name, theirs in (("AdamW", torch.optim.AdamW), ("Muon", torch.optim.Muon)):
+        held = []
+        for dtype in (torch.float32, torch.bfloat16):
+            p = nn.Parameter(torch.zeros(128, 128, dtype=dtype))
+            p.grad = torch.ones_like(p)
+            optimizer = theirs([p])
+            optimizer.step()
+            buffers = [v for v in optimizer.state[p].values() if v.numel() > 1]
+            held.append(str(sum(v.numel() * v.element_size() for v in buffers) // p.numel()))
+        assert f"| torch's {name} | {held[0]} | | | | {held[1]} | | |" in text
 
 
 def apply(diff: str, root: Path) -> None:

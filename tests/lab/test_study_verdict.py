@@ -485,6 +485,12 @@ def test_the_report_is_made_from_results_alone(tmp_path: Path) -> None:
     assert [p["lr"] for p in rates["AdamW"]["points"]] == [*RATES, 4e-2]
     assert rates["AdamW"]["points"][-1]["dead"] == 1
     assert write(verdict(of, []), tmp_path) == []
+    assert "versions of the sources" not in text
+    codes = {"AdamW": "first", "MARS": "later"}
+    known = [replace(r, fingerprint={**r.fingerprint, "code": codes[r.arm]}) for r in known]
+    (page,) = write(verdict(of, known), tmp_path)
+    assert "2 versions of the sources, declared to compute the same" in page.read_text()
+    assert "made by different versions" not in page.read_text()
 
 
 def test_arms_of_other_batch_sizes_have_pages_of_their_own(tmp_path: Path) -> None:

@@ -344,7 +344,10 @@ def _general(entries: Sequence[Entry], base: Entry | None, asked: str) -> list[s
             f"the time of a step varies by {busy:.0%} within a run: the machine was busy, "
             "do not compare times"
         )
-    codes = {str(run.header.get("code")) for e in entries for run in e.runs}
+    # What a study declares to compute the same counts as one; its own note says so.
+    codes = {
+        str(r.header.get("same_code") or r.header.get("code")) for e in entries for r in e.runs
+    }
     if len(codes) > 1:
         warnings.append("the runs were made by different versions of the sources")
     return warnings

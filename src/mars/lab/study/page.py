@@ -13,6 +13,7 @@ from mars.lab.config import to_json
 from mars.lab.report import load, summarise
 from mars.lab.report import write as write_page
 from mars.lab.study.choice import ladders
+from mars.lab.study.fingerprint import EQUIVALENTS
 from mars.lab.study.planner import Stage, Wanted
 from mars.lab.study.results import Result
 from mars.lab.study.verdict import Verdict, at_best
@@ -43,9 +44,13 @@ def _page(v: Verdict, labels: list[str], path: Path, command: str) -> Path | Non
     shown = [r for label in labels for r in at_best(found[label], v.results)]
     if not shown:
         return None
+    codes = list(dict.fromkeys(result.fingerprint["code"] for result in shown))
+    note = f"the runs are of {len(codes)} versions of the sources, declared to compute the same"
+    notes = [f"{note} ({EQUIVALENTS})"] if len(codes) > 1 else []
     with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "race.json").write_text(json.dumps({"notes": notes}))
         for result in shown:
-            _log(v, result, Path(folder), command)
+            _log(v, result, Path(folder), {"command": command, "same_code": codes[0]})
         runs = load([folder])
     base = next((b for label in labels if (b := v.study.baseline_of(label))), labels[0])
     name = {label: ladder.arm.name for label, ladder in found.items()}
@@ -68,8 +73,11 @@ def _page(v: Verdict, labels: list[str], path: Path, command: str) -> Path | Non
     return write_page(path, runs, summary, title=f"{v.study.name}: {v.study.question}")
 
 
-def _log(v: Verdict, result: Result, folder: Path, command: str) -> None:
-    """A log with what the results file knows; its times are those of steps alone on the device."""
+def _log(v: Verdict, result: Result, folder: Path, made: dict[str, str]) -> None:
+    """A log with what the results file knows; its times are those of steps alone on the device.
+
+    ``made`` says by which command, and of which version's sources its sources are the same.
+    """
     arm = v.study.arm(result.arm)
     time = next(row.time for row in v.rows if row.ladder.arm is arm)
     run = v.study.run(arm, result.lr, result.seed)
@@ -81,7 +89,7 @@ def _log(v: Verdict, result: Result, folder: Path, command: str) -> None:
         "data": {"train": {"sha256": result.fingerprint["data"]}},
         "versions": {"torch": result.fingerprint["torch"]},
         "hardware": {"name": result.fingerprint["device"]},
-        "code": result.fingerprint["code"], "command": command,
+        "code": result.fingerprint["code"], **made,
     }  # fmt: skip
 
     def seconds(step: float) -> float | None:
