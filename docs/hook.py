@@ -12,8 +12,8 @@ import re
 from typing import Any
 
 LEAVING = re.compile(r"\[(?P<text>[^]]+)]\(\.\./(?P<path>[^)#]+)(?P<anchor>#[^)]*)?\)")
-# A cell that is a figure, with a spread, an interval or a unit, and no sentence.
-FIGURE = re.compile(r"<td(?P<how>[^>]*)>(?P<text>[−+≈]?\d[^<]{,28})</td>")
+# A cell that is a figure, with a spread, an interval or a unit, and no sentence; or names a γ.
+FIGURE = re.compile(r"<td(?P<how>[^>]*)>(?P<text>[−+≈]?\d[^<]{,28}|γ = [\d.]+)</td>")
 # A picture by itself: on a phone one has to open it to read it.
 PICTURE = re.compile(r'<p>(?P<image><img [^>]*src="(?P<where>[^"]+)"[^>]*>)</p>')
 
