@@ -32,6 +32,7 @@ from mars.lab.study.templates import (
     correction,
     lower,
     mars_adamw,
+    momentum,
     muon,
     muon_original,
     scale,
@@ -189,6 +190,17 @@ def baseline_50m() -> Study:
     return baseline("baseline-50m", gpt_50m, 2e-3, shampoo, what, prediction, by=0.1, faster=8.0)
 
 
+def momentum_50m() -> Study:
+    """Four of its arms are those of optimizers-50m: --take them from there."""
+    what = "A GPT with 51M parameters, 59M tokens"
+    prediction = (
+        "In part: AdamW gains 0.01 to 0.03 by β₁ = 0.8, MARS-AdamW at 0.9 stays level with that or "
+        "below, and at 0.8 leads AdamW by less than 0.03. MARS-Lion ends within 0.05 of the Lion "
+        "whose betas it has."
+    )
+    return momentum("momentum-50m", gpt_50m, what, prediction, lion=3e-4, by=0.05)
+
+
 STUDIES: dict[str, Callable[[], Study]] = {
     "optimizers-50m": optimizers_50m,
     "correction-50m": correction_50m,
@@ -197,6 +209,7 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "search-50m": search_50m,
     "scale-50m": scale_50m,
     "baseline-50m": baseline_50m,
+    "momentum-50m": momentum_50m,
     "gpt2-small": gpt2_small_201m,
     "gpt2-small-rates": gpt2_small_rates,
     "tiny-optimizers": tiny.optimizers,
@@ -207,6 +220,7 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "tiny-length": tiny.length,
     "tiny-decay": tiny.decay,
     "tiny-baseline": tiny.baseline,
+    "tiny-momentum": tiny.momentum,
     "tiny-scale": tiny.scale,
     "tiny-tokens": tiny.tokens,
 }

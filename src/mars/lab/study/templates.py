@@ -257,6 +257,53 @@ def scale(name: str, base: Base, lr: float, original: float, what: str, by: floa
     )
 
 
+def momentum(
+    name: str, base: Base, what: str, prediction: str, lion: float, by: float,
+    lengths: tuple[tuple[str, float, Changes], ...] = (("", 2e-3, {}),),
+) -> Study:  # fmt: skip
+    """Is a gain of the correction that of a smaller β₁, which weighs the last gradient more, too?
+
+    Without the clip MARS-Lion *is* Lion with other betas (docs/math.md, fact 1). ``lengths``: a
+    suffix of labels, the first rate and what the arms change; Lion has the first of them.
+    """
+    arms: list[Arm] = []
+    claims: list[Comparison] = []
+    for suffix, lr, changes in lengths:
+        adamw = Arm(label=f"AdamW{suffix}", optimizer="adamw", lr=lr, changes=changes)
+        ours = mars_adamw(f"MARS-AdamW{suffix}", lr, changes)
+        own = {"optimizer": {"betas": (0.8, 0.95)}}
+        low_adamw, low_ours = (
+            dataclasses.replace(arm, label=f"{arm.label}, β₁ = 0.8", changes={**changes, **own})
+            for arm in (adamw, ours)
+        )
+        arms += [adamw, low_adamw, ours, low_ours]
+        claims += [
+            lower(low_adamw.label, adamw.label), lower(ours.label, adamw.label),
+            lower(ours.label, low_adamw.label), lower(low_ours.label, low_adamw.label),
+        ]  # fmt: skip
+    changes = lengths[0][2]
+    theirs = Arm(label="Lion", optimizer="lion", lr=lion, changes=changes)
+    equal = Arm(
+        label="Lion, betas (.926, .95)",
+        optimizer="lion",
+        lr=lion,
+        changes={**changes, "optimizer": {"betas": (0.92625, 0.95)}},
+    )
+    ours = Arm(label="MARS-Lion", optimizer="mars-lion", lr=lion, changes=changes)
+    return Study(
+        name=name,
+        question=f"{what}: is the gain of MARS-AdamW and of MARS-Lion that of other betas?",
+        prediction=prediction,
+        base=base,
+        arms=(*arms, theirs, equal, ours),
+        comparisons=(
+            *claims,
+            lower(equal.label, theirs.label),
+            within(ours.label, equal.label, by),
+        ),
+    )
+
+
 def baseline(
     name: str, base: Base, lr: float, matrix: Arm, what: str, prediction: str, *, by: float,
     faster: float, changes: Changes | None = None,

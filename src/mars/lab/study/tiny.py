@@ -135,6 +135,19 @@ def baseline() -> Study:
     )  # fmt: skip
 
 
+def momentum() -> Study:
+    """Four arms of each length have runs in tiny-search and tiny-length: --take them from there."""
+    prediction = (
+        "Yes. (After trial runs of some of these arms:) β₁ = 0.8 takes AdamW lower, to where "
+        "MARS-AdamW ends at β₁ = 0.9 or below, and MARS-AdamW leads AdamW by less where both have "
+        "0.8. MARS-Lion ends within 0.02 of the Lion whose betas it has."
+    )
+    what = "A GPT of 0.4M parameters, 150 and 1,200 steps"
+    short: Changes = {}
+    lengths = ((", 150 steps", 2.5e-3, short), (", 1200 steps", 1e-2, LONG))
+    return templates.momentum("tiny-momentum", gpt_tiny, what, prediction, 1e-3, 0.02, lengths)
+
+
 def tokens() -> Study:
     """Studies of larger models have one byte or token per parameter, which is a short run."""
     longer: Changes = {
