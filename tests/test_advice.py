@@ -140,12 +140,15 @@ def test_what_from_adamw_derives_is_meant(caplog: Log) -> None:
 
 def test_a_network_that_mars_would_hardly_train(caplog: Log) -> None:
     resnet = nn.Sequential(CONV, nn.Flatten(), nn.Linear(8, 4))
-    MARS(resnet.parameters())
-    assert "87 % of all numbers are in tensors of more than two dimensions" in caplog.text
-    assert "'flatten' for convolutions, or 'stack' for experts" in caplog.text
+    for params in (resnet.parameters(), mars.param_groups(resnet, vectors="no-decay")):
+        caplog.clear()
+        MARS(params)
+        assert "87 % of all numbers are in tensors of more than two dimensions" in caplog.text
+        assert "'flatten' for convolutions, or 'stack' for experts" in caplog.text
     caplog.clear()
     for options in ({"matrix_rule": "flatten"}, {"matrix_rule": "stack"}, {"optimize_1d": True}):
         MARS(resnet.parameters(), **options)
+        MARS(mars.param_groups(resnet, **options))
     MARS(nn.Sequential(nn.Conv2d(1, 1, 2), nn.Linear(8, 4)).parameters())
     assert caplog.messages == []
 

@@ -465,6 +465,62 @@ def test_a_compiled_step_counts_in_float64(engine: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["mars-adamw", "plain-adamw"])
+def test_a_count_on_the_device_corrects_as_one_on_the_host(kind: str) -> None:
+    """In float32 1 − βᵗ cancels: the first step was 8e-5 off with β₂ = 0.9999."""
+    torch._dynamo.reset()
+    moved = []
+    for compiled, options in ((False, {}), (False, {"capturable": True}), (True, {})):
+        x = nn.Parameter(torch.zeros(4, 4))
+        x.grad = torch.linspace(-1.0, 1.0, 16).reshape(4, 4)
+        betas = {"betas": (0.9, 0.9999), "betas_1d": (0.9, 0.9999)}
+        optimizer = MARS([x], mars_type=kind, fused=False, foreach=False, **betas, **options)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        step()
+        moved.append(x.detach().clone())
+    for other in moved[1:]:
+        torch.testing.assert_close(other, moved[0], rtol=5e-7, atol=0)
+
+
+class OnGpu(nn.Parameter):
+    """dynamo marks groups of unstepped parameters on a GPU as capturable, for good."""
+
+    is_cuda = True
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_are_consumed_where_dynamo_has_set_capturable() -> None:
+    """Its checkpoint could not be loaded, and the next step by hand was refused."""
+    torch._dynamo.reset()
+    x, y = OnGpu(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
+    own = MARS([x], lr=torch.tensor(0.01), consume_grads=True)
+    usual = MARS([y], lr=torch.tensor(0.01))
+    step = torch.compile(own.step, backend="eager")
+    for by in (step, step, own.step):
+        x.grad = torch.randn(4, 4)
+        y.grad = x.grad.clone()
+        by()
+        usual.step()
+        assert x.grad is None
+    assert own.param_groups[0]["capturable"]
+    torch.testing.assert_close(x.data, y.data, rtol=1e-6, atol=1e-7)
+    fresh = MARS([nn.Parameter(torch.ones(4, 4))], lr=torch.tensor(0.01), consume_grads=True)
+    fresh.load_state_dict(own.state_dict())
+    assert fresh.param_groups[0]["consume_grads"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_without_data(kind: str) -> None:
+    """On the meta device, to count memory before there is any."""
+    layer = nn.Linear(4, 3, device="meta")
+    optimizer = MARS(layer.parameters(), mars_type=kind)
+    for p in layer.parameters():
+        p.grad = torch.empty_like(p)
+    optimizer.step()
+    assert optimizer.state[layer.weight]["exp_avg"].is_meta
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_grad_norm_is_that_of_the_last_step_compiled_or_not() -> None:
     torch._dynamo.reset()
     p = torch.zeros(4, 4, requires_grad=True)

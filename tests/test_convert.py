@@ -148,6 +148,27 @@ def test_names_schedulers_and_other_types() -> None:
     new.step()
 
 
+def test_a_group_that_is_added_later_is_converted_as_well(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As when layers are unfrozen: it had the rate of MARS, 240 times as high."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    own = {"lr": 1e-5, "betas": (0.9, 0.999), "weight_decay": 0.01, "eps": 1e-6}
+    adamw = torch.optim.AdamW(first.parameters(), **own)
+    optimizer = MARS.from_adamw(adamw, verbose=False)
+    optimizer.add_param_group({"params": list(second.parameters())})
+    was, added = optimizer.param_groups
+    assert {**added, "params": was["params"]} == was
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 1e-6})
+    adamw.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 1e-6})
+    theirs = MARS.from_adamw(adamw, verbose=False).param_groups[1]
+    added = optimizer.param_groups[2]
+    assert added["lr_1d"] * added["lr"] / added["base_lr"] == pytest.approx(
+        theirs["lr_1d"] / noise_factor(0.025, 0.9)
+    )
+    assert caplog.messages == []
+
+
 def test_notes_of_the_users_stay_in_their_groups() -> None:
     m = model()
     matrices = [p for p in m.parameters() if p.ndim == 2]

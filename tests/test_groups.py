@@ -242,11 +242,26 @@ def test_wrong_arguments_are_named() -> None:
         ("head.fc.weight", "head"),
         ("fc.weight", "head"),
         ("blocks.0.fc.weight", "matrices"),
+        ("qa_outputs.weight", "head"),  # of Bert and some seventy others in transformers
+        ("classification_head.out_proj.weight", "head"),
+        ("v_head.summary.weight", "head"),
+        ("mlp.experts.gate_up_proj_bias", "vectors"),  # a row an expert
+        ("attention_biases", "vectors"),
+        ("layers.0.attn.bias_u", "vectors"),
+        ("layers.0.bias_proj.weight", "matrices"),
     ],
 )
 def test_roles_by_name(name: str, role: str) -> None:
     (group,) = mars.param_groups([(name, nn.Parameter(torch.ones(4, 4)))], mars_type="mars-m")
     assert group["name"] == role
+
+
+def test_what_a_norm_scales_by_is_no_matrix() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.LayerNorm([6, 6]), nn.Flatten(), nn.Linear(9, 5))
+    groups = mars.param_groups(model, mars_type="mars-m")
+    found = {name: group["name"] for group in groups for name, _ in group["params"]}
+    assert found["1.weight"] == found["1.bias"] == "vectors"
+    assert found["3.weight"] == "matrices"
 
 
 def test_options_of_embeddings_do_not_change_who_trains_them() -> None:

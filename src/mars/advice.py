@@ -119,8 +119,7 @@ def warn_about_their_decay(
 
 def _warn_about_flat_tensors(groups: Sequence[dict[str, Any]]) -> None:
     """FSDP1 and DeepSpeed hand over flat tensors, all of which AdamW would train without a word."""
-    mars = [group for group in groups if group["mars_type"] != "plain-adamw"]
-    asked = [p for group in mars for p in group["params"] if not group["optimize_1d"]]
+    asked = [p for group in groups for p in _left(group)]
     every = [p for group in groups for p in group["params"]]
     flat = not any(p.ndim > 1 or isinstance(p, UninitializedParameter) for p in every)
     # A bias that has an optimizer of its own, as in backward, is none of theirs.
@@ -136,7 +135,7 @@ def _warn_about_more_dimensions(groups: Sequence[dict[str, Any]]) -> None:
     trained = [p for group in groups for p in group["params"] if p.requires_grad]
     if any(isinstance(p, UninitializedParameter) for p in trained):
         return  # nobody knows yet
-    adamws = {p for group in groups for p in _vectors(group) if p.ndim > 2}
+    adamws = {p for group in groups for p in _left(group) if p.ndim > 2}
     count, total = (
         sum(p.numel() for p in some) for some in (adamws.intersection(trained), trained)
     )
@@ -153,6 +152,12 @@ def _vectors(group: dict[str, Any]) -> list[Tensor]:
     if group["optimize_1d"]:
         return []
     return [p for p in group["params"] if kind_of(p, group) != group["mars_type"]]
+
+
+def _left(group: dict[str, Any]) -> list[Tensor]:
+    """What AdamW trains because it is no matrix; of groups of param_groups, too."""
+    by_routing = group["mars_type"] == "plain-adamw" and group.get("name") == "vectors"
+    return group["params"] if by_routing else _vectors(group)
 
 
 def _adamws(group: dict[str, Any]) -> list[Tensor]:

@@ -92,13 +92,18 @@ def from_adamw(
         ("group", "parameters", "lr", "weight_decay", "lr of vectors", "betas")
     ]
     groups = []
-    for i, group in enumerate(optimizer.param_groups):
-        keep = "betas" not in options and rule != "published"
+    keep = "betas" not in options and rule != "published"
+    for group in (optimizer.defaults, *optimizer.param_groups):
         betas = group["betas"] if keep else settings["betas"]
         factors = _factors(rule, settings, float(betas[0]))
         groups.append({**_converted(group, betas, *factors), **_only(KEPT, options)})
-        rows.append((str(i), *_row(group, betas, factors[0], _of_vectors(settings, *factors))))
+        if group is not optimizer.defaults:
+            told = _row(group, betas, factors[0], _of_vectors(settings, *factors))
+            rows.append((str(len(rows) - 1), *told))
+    usual, *groups = groups
     mars = make(groups, **options)
+    mars.defaults.update(usual)  # of groups that are added later, as when layers are unfrozen
+    mars._unsaid_decay = False
     for group, own in zip(mars.param_groups, optimizer.param_groups, strict=True):
         for name in own.keys() - optimizer.defaults.keys() - CHECKS.keys() - METADATA:
             group[name] = own[name]  # a note of the user's

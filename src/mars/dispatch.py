@@ -18,7 +18,7 @@ from mars.rule import KINDS, Hyper
 from mars.rule.estimator import Scalar
 from mars.rule.newton_schulz import NewtonSchulz
 from mars.sharding import ALONE, Ranks, here, is_cut, laid_out_alike
-from mars.state import kind_of, needs_last_grad
+from mars.state import kind_of, needs_last_grad, takes_gradients
 
 Group = dict[str, Any]
 logger = logging.getLogger("mars")
@@ -173,7 +173,7 @@ def _numbers(kind: str, group: Group, x: Tensor, fused: bool) -> tuple[Hyper, fl
 
 
 def new_batch(kind: str, group: Group, index: int, x: Tensor, t: Tensor, fused: bool) -> Batch:
-    consume = group["consume_grads"] and state_format(group, "last_grad") == "float32"
+    consume = takes_gradients(group)
     k, ratio = _numbers(kind, group, x, fused)
     return Batch(
         kind, k, index,

@@ -39,7 +39,11 @@ _EMBEDDING = re.compile(
     r"|(^|\.)pos\.|(^|[._])pos(_(?!proj)\w+)?$"
 )
 _PATCHES = re.compile(r"(^|[._])patch_?embed")
-_HEAD = re.compile(r"(^|\.)(lm_head|head|heads|classifier|score|embed_out)(\.|$)|^(fc|output)\.")
+_HEAD = re.compile(
+    r"(^|\.)((\w+_)?heads?|classifier|score|embed_out|qa_outputs|logits_proj)(\.|$)|^(fc|output)\."
+)
+# However many dimensions they have: those of experts are stacked, those of attention one a head.
+_BIAS = re.compile(r"(^|[._])bias(es|_[uv])?$")
 _NUMBERED = re.compile(r"\.\d+\.")  # a layer of many
 _DEEP = re.compile(r"\.\d+\.\w+\.")  # in one that is more than a layer: "3.mlp.", not "6.weight"
 # Modules that hold a model and nothing else call it so.
@@ -181,6 +185,7 @@ def param_groups(
         destinations["vectors"] = _of_adamw(destinations["vectors"])
     named = _named_parameters(model)
     tables = _embedding_tables(model)
+    norms = _norms(model)
     bare = _bare_names([name for name, _ in named])
     matrix_rule = options.get("matrix_rule", "2d")
     outputs = _outputs([(name, p) for name, (_, p) in zip(bare, named, strict=True)], tables)
@@ -192,7 +197,7 @@ def param_groups(
         seen[p] = name
         role: int | str | None = _route(name, p, routes)
         if role is None:
-            role = _role(known, p, tables, matrix_rule)
+            role = "vectors" if p in norms else _role(known, p, tables, matrix_rule)
             role = "head" if role == "matrices" and p in outputs else role
         if isinstance(role, int):
             pattern, destination = routes[role]
@@ -220,6 +225,14 @@ def _embedding_tables(model: object) -> set[Tensor]:
         return set()
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return {module.weight for module in model.modules() if isinstance(module, kinds)}
+
+
+def _norms(model: object) -> set[Tensor]:
+    """What scales and shifts: of a LayerNorm over two dimensions it has two."""
+    if not isinstance(model, nn.Module):
+        return set()
+    kinds = [m for m in model.modules() if type(m).__name__.endswith("Norm")]
+    return {p for module in kinds for p in module.parameters(recurse=False)}
 
 
 def _bare_names(names: Sequence[str]) -> list[str]:
@@ -301,6 +314,8 @@ def _role(name: str, p: Tensor, tables: set[Tensor], matrix_rule: str) -> str:
     shape = {"mars_type": "mars-adamw", "matrix_rule": matrix_rule, "optimize_1d": False}
     if p in tables or is_table(name, p):
         return "embeddings"
+    if _BIAS.search(name):
+        return "vectors"
     return "matrices" if kind_of(p, shape) == "mars-adamw" else "vectors"
 
 

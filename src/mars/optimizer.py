@@ -153,6 +153,7 @@ class MARS(Optimizer):
             "consume_grads": consume_grads, "max_grad_norm": max_grad_norm,
         })  # fmt: skip
         options.check_values(defaults)
+        options.check_captured(defaults)
         defaults = options.plain_numbers(defaults, differentiable)
         # What lr_1d is measured against, whatever lr becomes.
         defaults["base_lr"] = options.as_float(lr)
@@ -176,6 +177,7 @@ class MARS(Optimizer):
         group = options.with_names(self._ranks.without(resolve(param_group, self.defaults)))
         options.check_known(group, f"parameter group {len(self.param_groups)}")
         options.check_values({**self.defaults, **group})
+        options.check_captured({**self.defaults, **group})
         differentiable = group.get("differentiable", self.defaults["differentiable"])
         options.check_differentiable(group, self.defaults)
         if group.get("weight_decay", 1.0) == 0.0:
@@ -281,6 +283,8 @@ class MARS(Optimizer):
         self._check_capture()
         if not torch.compiler.is_compiling():
             options.check_changed(self.param_groups, self._checked)
+            for group in self.param_groups if capturing() else ():
+                options.check_captured(group)
         loss = None
         if closure is not None:
             # Named here and not in evaluate: dynamo compiles only frames that mention torch.

@@ -315,17 +315,22 @@ def _check_together(options: Mapping[str, Any]) -> None:
             "max_grad_norm needs is_approx=True: in exact mode both gradients of a step must be "
             "clipped alike; clip them in the closure"
         )
-    if options.get("consume_grads"):
-        if options.get("is_approx") is False:
-            raise ValueError(
-                "consume_grads=True needs is_approx=True: in exact mode the last gradient is not "
-                "the gradient of this step"
-            )
-        if options.get("capturable"):
-            raise ValueError(
-                "consume_grads=True needs capturable=False: a captured graph replays on fixed "
-                "buffers, and would never see the new last gradient"
-            )
+    if options.get("consume_grads") and options.get("is_approx") is False:
+        raise ValueError(
+            "consume_grads=True needs is_approx=True: in exact mode the last gradient is not "
+            "the gradient of this step"
+        )
+
+
+def check_captured(options: Mapping[str, Any]) -> None:
+    """A graph would replay on the gradients that its capture took away. Not refused where dynamo
+    has set ``capturable``, which captures nothing: the step then copies what it consumes.
+    """
+    if options.get("consume_grads") and options.get("capturable"):
+        raise ValueError(
+            "consume_grads=True needs capturable=False: a captured graph replays on fixed "
+            "buffers, and would never see the new last gradient"
+        )
 
 
 def check_differentiable(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:

@@ -217,6 +217,14 @@ def new_buffer(name: str, dtype: torch.dtype, p: Tensor) -> Tensor:
     return torch.zeros_like(p, dtype=dtype)
 
 
+def takes_gradients(group: Mapping[str, Any]) -> bool:
+    """Whether consumed gradients become the last gradients themselves, not copies: those have no
+    other format, and no compiled step guards on their identity (dynamo sets ``capturable``).
+    """
+    plain = state_format(group, "last_grad") == "float32" and not group["capturable"]
+    return bool(group["consume_grads"] and plain)
+
+
 def consume_gradients(optimizer: Optimizer, copied: bool = False) -> None:
     """For groups with consume_grads: gradients become last gradients, without a copy.
 
@@ -225,15 +233,14 @@ def consume_gradients(optimizer: Optimizer, copied: bool = False) -> None:
     for group in optimizer.param_groups:
         if not group["consume_grads"]:
             continue
-        copies = copied or state_format(group, "last_grad") != "float32"
+        copies = copied or not takes_gradients(group)
         for p in group["params"]:
             g, own = p.grad, optimizer.state.get(p, {})
             if g is None:
                 continue
             if "last_grad" in own and not copies:
-                # Part of a larger buffer (DDP's buckets): its owner will write there again. And a
-                # compiled step guards on the identity of the state.
-                if torch.compiler.is_compiling() or not _owns_its_memory(g, own["last_grad"]):
+                # Part of a larger buffer (DDP's buckets): its owner will write there again.
+                if not _owns_its_memory(g, own["last_grad"]):
                     own["last_grad"].copy_(g)
                 else:
                     own["last_grad"] = g.detach()

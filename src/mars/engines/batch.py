@@ -108,12 +108,9 @@ class Batch:
                     _narrow(self.h, self.h_exp, i, wide.h[i], t, True, salt=3)
 
     def steps(self) -> list[Scalar]:
-        """t of each tensor: floats where the host counts, 0-d tensors elsewhere.
-
-        A graph gets tensors, for it cannot read numbers; their powers are as exact as of floats.
+        """t of each tensor: floats where the host counts, 0-d tensors elsewhere (in a graph, too,
+        where dynamo shows every group as capturable).
         """
-        if self.host_t and torch.compiler.is_compiling():
-            return [t.double() for t in self.t]
         return [float(t) for t in self.t] if self.host_t else list(self.t)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -12,7 +11,8 @@ from torch import Tensor
 
 from mars.engines.batch import Batch
 from mars.rule import KINDS, matrix_shape, moonlight, shampoo
-from mars.rule.estimator import Scalar, kappa
+from mars.rule.adamw import unbiased
+from mars.rule.estimator import kappa
 from mars.rule.halves import join, split
 
 
@@ -68,11 +68,6 @@ def _estimate(batch: Batch, length: Tensor | None) -> tuple[list[Tensor], list[T
     return batch.m, c
 
 
-def _bias_corrections(beta: Scalar, steps: Sequence[Scalar]) -> list[Any]:
-    """1 − βᵗ for each tensor: all floats or all 0-d tensors, as foreach wants them."""
-    return [1.0 - beta**t for t in steps]
-
-
 def _adamw(batch: Batch, m: list[Tensor], c: list[Tensor]) -> list[Tensor]:
     k, steps = batch.k, batch.steps()
     square = wide(batch.g, batch.m[0]) if k.raw else c
@@ -81,7 +76,8 @@ def _adamw(batch: Batch, m: list[Tensor], c: list[Tensor]) -> list[Tensor]:
     if batch.v_max:
         torch._foreach_maximum_(batch.v_max, batch.v)
     # (1−β₁ᵗ)·(√v/√(1−β₂ᵗ) + ε), multiplied out: one pass less.
-    b1, b2 = _bias_corrections(k.beta1, steps), _bias_corrections(k.beta2, steps)
+    both: list[list[Any]] = [[unbiased(beta, t) for t in steps] for beta in (k.beta1, k.beta2)]
+    b1, b2 = both  # all floats or all 0-d tensors, as foreach wants them
     denominator = list(torch._foreach_sqrt(batch.v_max or batch.v))
     torch._foreach_mul_(denominator, [p / q**0.5 for p, q in zip(b1, b2, strict=True)])
     torch._foreach_add_(denominator, [k.eps * p for p in b1])

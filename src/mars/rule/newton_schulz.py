@@ -81,7 +81,8 @@ class NewtonSchulz(NamedTuple):
         tall = X.shape[-2] > X.shape[-1]
         X = X.mT if tall else X
         table = COEFFICIENTS[self.coefficients]
-        with torch.autocast(X.device.type, enabled=False):  # the dtype is what was asked for
+        place = X.device.type if torch.amp.is_autocast_available(X.device.type) else "cpu"
+        with torch.autocast(place, enabled=False):  # the dtype is what was asked for
             for i in range(self.steps):
                 X = step(X, *table[min(i, len(table) - 1)])
         X = X.mT if tall else X
