@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import own_module
 import pytest
 import torch
 from miniature import OPTIMIZERS, run
@@ -114,6 +115,63 @@ def test_a_complete_run_is_not_trained_again(tmp_path: Path) -> None:
     again = train(config)
     assert (again.status, again.step, again.valid) == ("done", 12, first.valid)
     assert (tmp_path / "log.jsonl").read_bytes() == before
+
+
+class Sits:
+    """Somebody before the run."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        """Nothing is done with records."""
+
+    def answer(self, text: str) -> None:
+        self.told.append(text)
+
+
+def test_a_run_that_is_done_is_not_that_of_data_that_have_changed(tmp_path: Path) -> None:
+    text, somebody = tmp_path / "my.txt", Sits()
+    text.write_text("To be, or not to be, that is the question. " * 60)
+    config = run(tmp_path / "run").replace(data={"source": str(text)})
+    first = train(config, watch=somebody)
+    assert somebody.told == []
+    assert train(config, watch=somebody).valid == first.valid
+    assert somebody.told == ["this run was done already: nothing is run"]
+    before, log = text.read_text(), (tmp_path / "run" / "log.jsonl").read_bytes()
+    text.write_text(before.upper())
+    with pytest.raises(LabError, match=r"my\.txt \(train\) has changed .* another --keep\.out$"):
+        train(config)
+    text.write_text("short")
+    with pytest.raises(LabError):
+        train(config)
+    text.unlink()  # what is done needs it no more
+    assert train(config).valid == first.valid
+    assert (tmp_path / "run" / "log.jsonl").read_bytes() == log
+
+
+@pytest.mark.parametrize("steps", [12, 16])
+def test_a_run_is_not_that_of_an_own_optimizer_that_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    own_module.written(tmp_path, monkeypatch)
+    config = run(tmp_path / "run").replace(optimizer={"name": own_module.NAME, "lr": 0.01})
+    first = train(config)
+    assert len(read(tmp_path / "run")[0]["optimizer_code"]) == 64
+    own_module.written(tmp_path, monkeypatch, "# another one\n")
+    with pytest.raises(LabError, match=r"^the module of own_sgd:Own has changed since the run in"):
+        train(config.replace(loop={"steps": steps}), extend=True)
+    path = own_module.written(tmp_path, monkeypatch)
+    assert train(config).valid == first.valid
+    own_module.written(tmp_path, monkeypatch)
+    path.unlink()  # it is not here any more: nothing can be compared
+    assert train(config).valid == first.valid
+
+
+def test_registered_optimizers_have_no_code_of_their_own() -> None:
+    assert hardware.own_code("mars-m") is None
+    assert hardware.own_code("no.such:Thing") is None
+    assert hardware.own_code("torch.optim:SGD") == hardware.own_code("torch.optim.sgd:SGD")
 
 
 def test_a_run_without_checkpoints_leaves_its_log_alone(tmp_path: Path) -> None:

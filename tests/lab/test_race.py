@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import own_module
 import pytest
 import torch
 from miniature import run
@@ -199,6 +200,38 @@ def test_a_race_goes_on_where_its_data_are_now(tmp_path: Path, capsys: Capture) 
     other = text.rename(tmp_path / "c.txt")
     assert main([*words, str(other), "--seeds", "2"]) == 1
     assert "holds a race with data.source" in capsys.readouterr().err
+
+
+def test_a_race_that_is_done_is_not_that_of_what_has_changed(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, text = tmp_path / "given.json", tmp_path / "a.txt"
+    path.write_text(json.dumps({**to_json(run(tmp_path / "unused", steps=2)), "recipe": "mini"}))
+    text.write_text("To be, or not to be, that is the question. " * 60)
+    own_module.written(tmp_path, monkeypatch)
+    words = ["race", str(path), "--jobs", "1", "--out", "race", "--data.source", str(text)]
+    words += ["--seeds", "1", "--optimizers", f"{own_module.NAME}@0.01", "adamw"]
+    assert main(words) == 0
+    assert "done already" not in capsys.readouterr().err
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "all runs of race were done already: nothing is run\n"
+    assert "AdamW" in captured.out
+    before = text.read_text()
+    text.write_text(before.upper())
+    for more in ([], ["--seeds", "2"]):  # nor is one that goes on
+        assert main([*words, *more]) == 1
+        captured = capsys.readouterr()
+        assert "a.txt (train) has changed since the run in race/own_sgd.Own" in captured.err
+        assert (captured.out, len(captured.err.splitlines())) == ("", 1)
+    text.write_text(before)
+    own_module.written(tmp_path, monkeypatch, "# another one\n")
+    assert main(words) == 1
+    assert "the module of own_sgd:Own has changed since the run in" in capsys.readouterr().err
+    assert main([*words[:-2], "adamw"]) == 0
+    own_module.written(tmp_path, monkeypatch)
+    text.unlink()  # what is done needs it no more
+    assert main(words) == 0
 
 
 class Breaks(torch.optim.SGD):

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import own_module
 import pytest
 from small_study import HERE, result, study
 
@@ -146,6 +147,40 @@ def test_an_arm_that_has_changed_since_is_refused(tmp_path: Path) -> None:
         prints.check(study(arms=arms), known, tmp_path)
     faster = (before.arms[0], Arm(label="MARS", optimizer="mars-adamw", lr=5e-3))
     prints.check(study(arms=faster), known, tmp_path)  # another first rate is no other arm
+
+
+def test_an_own_optimizer_that_has_changed_is_refused_unless_declared_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_module.written(tmp_path, monkeypatch)
+    arm = Arm(label="Own", optimizer=own_module.NAME, lr=1e-2)
+    of = study(arms=(arm,), comparisons=())
+    made = {**HERE, **prints.made_of(of, arm)}
+    assert set(prints.made_of(study(), study().arms[1])) == {"arm"}  # a registered one
+    known = [result(of, "Own", 1e-2, 0, 3.0, fingerprint=made)]
+    unknown = [result(of, "Own", 1e-2, 1, 3.0)]  # from before sources were noted
+    prints.check(of, [*known, *unknown], tmp_path, HERE)
+    same = {**HERE, "config": prints._hash(of.common())}
+    theirs = [replace(r, fingerprint={**made, "config": same["config"]}) for r in known]
+    assert len(prints.shared(of, [], theirs, [], same)) == 1
+    own_module.written(tmp_path, monkeypatch, "# another one\n")
+    with pytest.raises(LabError, match=r"^the module of own_sgd:Own has changed .* 'Own' in"):
+        prints.check(of, [*known, *unknown], tmp_path, HERE)
+    assert prints.shared(of, [], theirs, [], same) == []
+    prints.check(of, unknown, tmp_path, HERE)
+    both = [made["source"], prints.made_of(of, arm)["source"]]
+    entry = {"part": "source", "same": both, "reason": "a comment"}
+    (tmp_path / prints.EQUIVALENTS).write_text(json.dumps([entry]))
+    prints.check(of, known, tmp_path, HERE)
+    own_module.written(tmp_path, monkeypatch, "Own = None\n")  # it cannot be had here
+    prints.check(of, known, tmp_path, HERE)
+
+
+def test_other_data_are_named(tmp_path: Path) -> None:
+    of = study()
+    known = [result(of, "AdamW", 1e-2, 0, 3.0)]
+    with pytest.raises(LabError, match=r"their data differ .*the study has tinyshakespeare\)"):
+        prints.check(of, known, tmp_path, {**HERE, "data": "other"})
 
 
 def test_an_arm_that_differs_in_more_than_it_says_is_refused() -> None:

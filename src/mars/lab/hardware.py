@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import math
 import os
 import platform
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 
 from mars.lab.config import Run
 from mars.lab.errors import LabError
+from mars.lab.optimizers import REGISTRY, find
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Tokens in a forward pass, unless said otherwise: more do not make it faster.
@@ -184,7 +187,30 @@ def versions() -> dict[str, str]:
 def code_hash() -> str:
     """sha256 over the sources of the package: runs of different code do not compare."""
     root = Path(__file__).parents[1]
+    return hash_of(sorted(root.rglob("*.py")), root)
+
+
+def hash_of(paths: Iterable[Path], root: Path) -> str:
+    """sha256 over files, with their names below a directory."""
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    for path in paths:
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+@functools.cache  # it is imported once, too
+def own_code(name: str) -> str | None:
+    """sha256 of the module that an optimizer of the user's is in; None if that cannot be told.
+
+    A registered optimizer has none: its code is in `code_hash`, or a package's with a version.
+    """
+    if name in REGISTRY:
+        return None
+    try:
+        find(name)  # imports it, from where it is run too
+        module, _, attribute = name.partition(":")
+        defined = getattr(sys.modules[module], attribute).__module__  # it may be imported there
+        path = Path(inspect.getsourcefile(sys.modules[defined]) or "")
+        return hash_of([path], path.parent)
+    except (LabError, KeyError, TypeError, OSError):  # not here, typed at a prompt, or compiled
+        return None

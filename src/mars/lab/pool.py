@@ -43,24 +43,25 @@ def threads(processes: int) -> int:
 
 def _work(job: Job, command: str) -> str:
     """In a worker: how a run ended, and why."""
-    before = _diverged_before(job.run)
-    status, text = (
-        workers.train_one(job.name, job.run, command) if before is None else ("diverged", before)
-    )
+    status, text = _ended_before(job.run) or workers.train_one(job.name, job.run, command)
     return f"{status}: {text}" if text else status
 
 
-def _diverged_before(run: Run) -> str | None:
-    """Why the very run that is there diverged, if it did: it would again."""
+def _ended_before(run: Run) -> tuple[str, str] | None:
+    """How the very run that is there ended, if it did, and why: it would again.
+
+    Its data are not opened: whoever has the runs made has compared them, once for all.
+    """
     directory = Path(run.directory)
     try:
         last = read(directory)[-1]
         same = read_config(directory / "config.json").loop == tasks.with_steps(run).loop
     except (LabError, IndexError):
         return None
-    if last.get("status") != "diverged" or not (same and run.keep.resume):
+    status = last.get("status")
+    if status not in ("done", "diverged") or not (same and run.keep.resume):
         return None
-    return str(last.get("text"))
+    return status, str(last.get("text")) if status == "diverged" else ""
 
 
 def run_all(jobs: list[Job], processes: int, command: str) -> dict[str, str] | None:

@@ -21,6 +21,7 @@ from mars.lab.pool import Job, cores, run_all, threads
 from mars.lab.recipes import settings
 from mars.lab.report import Summary, units
 from mars.lab.rundir import RunDirectory, write_atomically
+from mars.lab.train import check_unchanged, finished, open_if_there
 
 FIELD = ("adamw", "lion", "muon", "mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
 BASELINE = "adamw"
@@ -185,9 +186,19 @@ def _check_begun(jobs: list[Job], directory: Path) -> None:
 
 
 def _check_data(jobs: list[Job], directory: Path) -> None:
-    """Open the data once, all runs have the same: what is wrong is told before anybody trains."""
-    if not all((directory / job.name / "config.json").exists() for job in jobs):
-        tasks.of(tasks.with_steps(jobs[0].run)).open()
+    """Open the data once, all runs have the same: what is wrong is told before anybody trains.
+
+    Runs that are there must have been made of these data, and of optimizers as they are now.
+    """
+    run = tasks.with_steps(jobs[0].run)
+    begun = all((directory / job.name / "config.json").exists() for job in jobs)
+    task = open_if_there(run) if begun else tasks.of(run).open()
+    for job in jobs:
+        check_unchanged(job.run, directory / job.name, task)
+
+
+def _finished(jobs: list[Job], directory: Path) -> bool:
+    return all(finished(tasks.with_steps(job.run), directory / job.name) for job in jobs)
 
 
 def origins(jobs: list[Job]) -> list[str]:
@@ -227,6 +238,8 @@ def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
             f"was (NAME@{args.optimizer.lr:g} moves both); a grid: {GRID}"
         )
     sys.stderr.writelines(f"! {note}\n" for note in notes)
+    if _finished(jobs, directory):
+        sys.stderr.write(f"all runs of {directory} were done already: nothing is run\n")
     device = choose_device(args.loop.device)
     processes = args.jobs or (min(cores(), len(jobs)) if device.type == "cpu" else 1)
     own = {"threads": args.loop.threads or threads(processes)}

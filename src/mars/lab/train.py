@@ -22,7 +22,7 @@ from mars.lab.loop import Training
 from mars.lab.optimizers import label
 from mars.lab.parallel import World
 from mars.lab.rundir import RunDirectory, write_atomically
-from mars.lab.session import Outcome, Session, Watch
+from mars.lab.session import Outcome, Session, Shows, Watch
 from mars.lab.signals import Interrupt
 from mars.lab.tasks import Task
 
@@ -71,8 +71,9 @@ def train(
         directory = Path(run.directory)
         begun = world.on_first(lambda: _check_directory(run, directory, extend))
         if begun is not None and begun.loop.steps == run.loop.steps:
-            ended = world.on_first(lambda: _ended(run, directory))
+            ended = world.on_first(lambda: finished(run, directory))
             if ended is not None:
+                world.on_first(lambda: _check_done(run, directory, watch))
                 return ended
         training = world.together(lambda: prepare(run, world))
         training.connect()
@@ -86,7 +87,7 @@ def train(
             if start is None:
                 world.on_first(lambda: _check_unfinished(directory))
             if start is not None:
-                world.on_first(lambda: _check_data(directory, training.task))
+                world.on_first(lambda: check_unchanged(run, directory, training.task))
                 world.together(lambda: training.restore(start, verified=True))
             with _session(training, directory, watch) as session, Interrupt() as interrupt:
                 about = header(run, training, command)
@@ -188,13 +189,20 @@ def _check_directory(run: Run, directory: Path, extend: bool) -> Run | None:
     return begun
 
 
-def _ended(run: Run, directory: Path) -> Outcome | None:
+def finished(run: Run, directory: Path) -> Outcome | None:
     """The outcome of a run that has nothing left to do."""
     last = _records(directory)[-1:]
     if last and last[0].get("status") == "done" and last[0]["step"] == run.loop.steps:
         accuracy = last[0].get("accuracy")
         return Outcome("done", last[0]["step"], last[0]["valid"], directory, accuracy)
     return None
+
+
+def _check_done(run: Run, directory: Path, watch: object) -> None:
+    """Refuse to pass for another run's outcome; who sits before it is told that nothing is run."""
+    check_unchanged(run, directory, open_if_there(run))
+    if isinstance(watch, Shows):
+        watch.answer("this run was done already: nothing is run")
 
 
 def _check_unfinished(directory: Path) -> None:
@@ -207,15 +215,33 @@ def _check_unfinished(directory: Path) -> None:
         )
 
 
-def _check_data(directory: Path, task: Task) -> None:
-    """Refuse to go on with other data than the run began with."""
+def open_if_there(run: Run) -> Task | None:
+    """The task with its data; None if these are gone: a run that is done needs them no more."""
+    try:
+        return tasks.of(run).open()
+    except LabError:
+        names = [name for name in (run.data.source, run.data.valid) if name is not None]
+        if all(Path(name).expanduser().exists() for name in names):
+            raise  # they are there, but not what they were
+        return None
+
+
+def check_unchanged(run: Run, directory: Path, task: Task | None) -> None:
+    """Refuse other data, or another optimizer of the user's, than the run there began with.
+
+    Without a task, which has the data, only the optimizer is compared.
+    """
     begun = next((r for r in _records(directory) if r.get("kind") == "header"), {})
-    for name, now in (("train", task.train), ("valid", task.valid)):
-        before = begun.get("data", {}).get(name, {}).get("sha256", now.sha256)
-        if before != now.sha256:
+    own = run.optimizer.name
+    found = [(f"the module of {own}", begun.get("optimizer_code"), hardware.own_code(own))]
+    for name, now in (("train", task.train), ("valid", task.valid)) if task else ():
+        before = begun.get("data", {}).get(name, {}).get("sha256")
+        found.append((now.source, before, now.sha256))
+    for what, was, is_now in found:
+        if was and is_now and was != is_now:
             raise LabError(
-                f"{now.source} has changed since the run in {directory} began (its sha256 was "
-                f"{before[:12]}, now {now.sha256[:12]}): restore it or choose another --keep.out"
+                f"{what} has changed since the run in {directory} began (its sha256 was "
+                f"{was[:12]}, now {is_now[:12]}): restore it or choose another --keep.out"
             )
 
 
@@ -272,4 +298,5 @@ def header(run: Run, t: Training, command: str) -> dict[str, Any]:
         "parallel": {"mode": t.world.mode, "ranks": t.world.size, "shards": t.world.shards},
         "command": command,
         "code": hardware.code_hash(),
+        "optimizer_code": hardware.own_code(run.optimizer.name),  # of the user's; None: ours
     }

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from mars.lab.study.definition import Arm, Study
 from mars.lab.study.results import Result
 
 EQUIVALENTS = "equivalents.json"
+SOURCE = "source"  # of an arm's optimizer, if that is the user's own
 SHORT = 12  # digits of a hash that are kept and shown
 PARTS = {"data": "data", "config": "model or schedule", "code": "training code",
          "torch": "torch", "device": "device"}  # fmt: skip
@@ -44,11 +45,8 @@ TRAINING = (
 def training_code() -> str:
     """sha256 over the sources that can change numbers."""
     root = Path(hardware.__file__).parents[1]
-    digest = hashlib.sha256()
-    for pattern in TRAINING:
-        for path in sorted(root.glob(pattern)):
-            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:SHORT]
+    paths = chain(*(sorted(root.glob(pattern)) for pattern in TRAINING))
+    return hardware.hash_of(paths, root)[:SHORT]
 
 
 def _hash(value: Any) -> str:
@@ -85,6 +83,13 @@ def of_arm(study: Study, arm: Arm) -> str:
     return _hash(study.own(arm))
 
 
+def made_of(study: Study, arm: Arm) -> dict[str, str]:
+    """What is kept with what an arm gives: its settings, and the source of an own optimizer."""
+    source = hardware.own_code(study.run(arm).optimizer.name)
+    own = {} if source is None else {SOURCE: source[:SHORT]}
+    return {"arm": of_arm(study, arm), **own}
+
+
 def equivalents(directory: Path) -> list[dict[str, Any]]:
     """What somebody has declared to be the same, and why."""
     path = directory / EQUIVALENTS
@@ -101,14 +106,15 @@ def _declared(path: Path) -> list[dict[str, Any]]:
                     raise LabError(f"{path} names {entry}, which is not there: copy it, too")
                 found += _declared(path.parent / entry)
                 continue
-            good = entry["part"] in PARTS and all(isinstance(v, str) for v in entry["same"])
+            known = entry["part"] in (*PARTS, SOURCE)
+            good = known and all(isinstance(v, str) for v in entry["same"])
             if not good or not str(entry["reason"]).strip():
                 raise ValueError
             found.append(entry)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise LabError(
             f'{path}: it must be a list of {{"part": "code", "same": ["…", "…"], "reason": "…"}}, '
-            f"or of names of such files; parts are {', '.join(PARTS)}"
+            f"or of names of such files; parts are {', '.join((*PARTS, SOURCE))}"
         ) from None
     return found
 
@@ -141,6 +147,7 @@ def check(
                 f"{result.arm!r} in {directory} was run with other settings than study "
                 f"{study.name} has for it now: rename the arm, or choose another --out"
             )
+    _check_sources(study, results, directory, declared)
     for part, name in PARTS.items():
         values = Counter(result.fingerprint.get(part, "unknown") for result in results)
         groups: dict[str, list[str]] = {}
@@ -154,9 +161,26 @@ def check(
                 for own in groups.values()
                 for value in own
             )
+            said += f"; the study has {study.run(study.arms[0]).data.source}" * (part == "data")
             raise LabError(
                 f"the runs in {directory} cannot be compared, their {name} differ ({said}): choose "
                 f"another --out, or declare the values the same in {EQUIVALENTS}, with a reason"
+            )
+
+
+def _check_sources(
+    study: Study, results: Sequence[Result], directory: Path, declared: Sequence[dict[str, Any]]
+) -> None:
+    """Refuse results of an own optimizer whose source is not the same for all, and now."""
+    for arm in study.arms:
+        made = [result.fingerprint for result in results if result.arm == arm.label]
+        values = sources(study, arm, made, declared)
+        if len(values) > 1:
+            raise LabError(
+                f"the module of {study.run(arm).optimizer.name} has changed since runs of "
+                f"{arm.label!r} in {directory} were made (its sha256: {', '.join(values)}): "
+                f"restore it, choose another --out, or declare the values the same ({SOURCE!r}) "
+                f"in {EQUIVALENTS}, with a reason"
             )
 
 
@@ -202,10 +226,24 @@ def shared(
         made = result.fingerprint
         config = _canonical("config", made.get("config", ""), declared)
         arm = theirs.get((config, made.get("arm", "")))
-        if arm is not None and same({**made, "config": here["config"]}):
+        if arm is None or len(sources(study, arm, [made], declared)) > 1:
+            continue
+        if same({**made, "config": here["config"]}):
             own = {**made, "config": here["config"], "arm": of_arm(study, arm)}
             found.append(dataclasses.replace(result, arm=arm.label, fingerprint=own))
     return found
+
+
+def sources(
+    study: Study, arm: Arm, made: Sequence[Mapping[str, Any]],
+    declared: Sequence[dict[str, Any]] = (),
+) -> list[str]:  # fmt: skip
+    """The sources of an arm's optimizer, then and now, that are not the same, if it is one's own.
+
+    One that was not noted, or is not here, is left out.
+    """
+    found = [str(own[SOURCE]) for own in (*made, made_of(study, arm)) if SOURCE in own]
+    return list(dict.fromkeys(_canonical(SOURCE, source, declared) for source in found))
 
 
 def _is(here: dict[str, str] | None, part: str, value: str) -> bool:

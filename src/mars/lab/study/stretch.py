@@ -188,7 +188,7 @@ class Stretch:
             run = run.replace(keep={"save_every": run.loop.steps})
         if run.loop.threads is None:
             run = run.replace(loop={"threads": threads(self.packing.slots)})
-        own = {**self.here, "arm": fingerprint.of_arm(self.study, want.arm)}
+        own = {**self.here, **fingerprint.made_of(self.study, want.arm)}
         return Order(want.key, want.name, run, own, self.packing.slots, self.command)
 
     def _seconds(self, want: Wanted) -> tuple[float, bool]:

@@ -61,7 +61,7 @@ def measure(
         said = f"{units.seconds(time.step)} a step, optimizer {units.seconds(time.optimizer)}"
         sys.stderr.write(f"{label}: {said}\n")
     own = {
-        arm.label: {"arm": fingerprint.of_arm(study, arm), **asdict(found[arm.label]),
+        arm.label: {**fingerprint.made_of(study, arm), **asdict(found[arm.label]),
                     "rounds": [time.step for time in rounds[arm.label]]}
         for arm in arms
     }  # fmt: skip
@@ -112,6 +112,7 @@ def middle(rounds: Sequence[Time]) -> Time:
 def read(study: Study, directory: Path, results: Sequence[Result]) -> dict[str, Time]:
     """The times that were measured, of arms as they are now; {} if none were."""
     path = directory / NAME
+    declared = fingerprint.equivalents(directory)
     try:
         record: Any = json.loads(path.read_text())
         if record["format"] != FORMAT:
@@ -121,6 +122,7 @@ def read(study: Study, directory: Path, results: Sequence[Result]) -> dict[str, 
             for arm in study.arms
             if (own := record["arms"].get(arm.label)) is not None
             and own["arm"] == fingerprint.of_arm(study, arm)
+            and len(fingerprint.sources(study, arm, [own], declared)) < 2
         }
         made = {part: str(record["fingerprint"][part]) for part in fingerprint.PARTS}
     except FileNotFoundError:
