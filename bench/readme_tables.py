@@ -685,6 +685,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "baseline-50m": lambda: arms("baseline-50m"),
     "tiny-search": lambda: arms("tiny-search"),
     "tiny-length": lambda: arms("tiny-length"),
+    "tiny-tokens": lambda: arms("tiny-tokens"),
     "tiny-decay": lambda: by_decay("tiny-decay"),
     "tiny-baseline": lambda: arms("tiny-baseline"),
     "tiny-scale": lambda: arms("tiny-scale"),

@@ -2,8 +2,8 @@
 
     python bench/simulate_verdicts.py --studies 2000    # ten minutes on a core
 
-Planner and judge are the real ones. An arm's loss is a parabola in log2(rate), its best anywhere
-between two rungs, with noise that is partly the seed's, which all arms share.
+Planner and judge are the real ones. An arm's loss is a parabola in log2(rate), or two that meet,
+its best anywhere between two rungs, with noise that is partly the seed's, which all arms share.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Case:
     claim: Claim
     truth: float = 0.0  # of A − B
     steep: tuple[float, float] = (0.03, 0.03)  # loss that a rung from the best rate costs
+    above: tuple[float, float] | None = None  # the same on the side of higher rates, if another
     noise: float = 0.01
     shared: float = 0.7  # of the noise's variance, by the seed
     others: float | None = None  # noise of six more arms, which are compared with nothing
@@ -52,6 +53,8 @@ class Case:
 
 WITHIN, LOWER = Claim(kind="within", by=0.01), Claim(kind="lower")
 LIMIT = {"truth": 0.01, "noise": 0.003, "shared": 0.3}
+# As steep as MARS-AdamW (A) and AdamW (B) were with 51M parameters.
+CLIFF = {"steep": (0.08, 0.07), "above": (0.1, 0.4), "noise": 0.011}
 CASES = (
     Case("within 0.01, truly 0.01", WITHIN, **LIMIT),
     Case("within 0.01, truly 0.01, other arms noisier", WITHIN, **LIMIT, others=0.0108),
@@ -61,6 +64,8 @@ CASES = (
     Case("lower, truly alike, seeds=6", LOWER, seeds=6),
     Case("lower, truly alike, seeds=10", LOWER, seeds=10),
     Case("lower, truly alike, A forgiving and B steep", LOWER, steep=(0.005, 0.1)),
+    Case("lower, truly alike, B beside a cliff", LOWER, **CLIFF),
+    Case("lower, truly alike, B beside a cliff, --seeds 6", LOWER, **CLIFF, more=6),
 )
 
 
@@ -90,9 +95,12 @@ def simulate(case: Case, rng: random.Random) -> tuple[str, float | None, int]:
 
 def _curve(case: Case, label: str, rng: random.Random) -> Callable[[float], float]:
     best = rng.uniform(-0.5, 0.5)
-    steep = dict(zip("AB", case.steep, strict=True)).get(label, 0.03)
+    steep, above = (
+        dict(zip("AB", sides, strict=True)).get(label, 0.03)
+        for sides in (case.steep, case.above or case.steep)
+    )
     low = 4.0 + (case.truth if label == "A" else 0.0)
-    return lambda x: low + steep * (x - best) ** 2
+    return lambda x: low + (above if x > best else steep) * (x - best) ** 2
 
 
 def measure(case: Case, studies: int) -> dict[str, Any]:

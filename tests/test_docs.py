@@ -234,7 +234,7 @@ def test_sentences_on_the_study_are_those_of_its_runs() -> None:
     told = "{:.2f}, {:.2f}, {:.2f} and {:.2f}".format(*(fmean(below(a, "AdamW")) for a in arms))
     assert f"end {told} below" in results
     lead = fmean(below("MARS-Shampoo", "AdamW"))
-    assert f"MARS-Shampoo ends {lead:.2f} nats per token below a tuned AdamW" in readme
+    assert f"MARS-Shampoo ends {lead:.2f} nats per token below an AdamW whose rate" in readme
     d = paired(*(best[arm] for arm in ("MARS-Shampoo", "Muon, original scale")))
     told = f"{-d.mean:.4f} below it ({d.low:.4f} to {d.high:+.4f})".replace("-", "−")
     assert told in results
@@ -464,6 +464,52 @@ def test_sentences_on_the_length_of_a_run_are_those_of_its_verdict() -> None:
         assert told in page, told
 
 
+def test_sentences_on_longer_runs_are_those_of_their_verdict() -> None:
+    judged = [j for j in verdicts("tiny-tokens") if j.comparison.than is None]
+    by = {(j.comparison.arm, j.comparison.baseline): j for j in judged}
+    page, readme = map(flat, ("docs/results-small.md", "README.md"))
+    adamw, ours, matrix, muon = "AdamW", "MARS-AdamW", "MARS-Shampoo", "Muon, original scale"
+    one, twenty = ", 1 a parameter", ", 20 a parameter"
+
+    def below(arm: str, length: str, base: str = adamw) -> tuple[str, str]:
+        judged = by[arm + length, base + length]
+        d = judged.difference
+        text = f"{-d.mean:.3f} ({-d.high:.3f} to {-d.low:.3f})".replace("-", "−")
+        return text, judged.state
+
+    (first, held), (last, holds) = below(matrix, one), below(matrix, twenty)
+    assert held == holds == below(muon, one)[1] == below(muon, twenty)[1] == "holds"
+    told = f"{first[:5]} below AdamW after one byte per parameter and {last[:5]} after twenty"
+    assert f"MARS-Shampoo is {told} {last[6:]}" in page
+    told = f"Muon of its scale {below(muon, one)[0][:5]} and {below(muon, twenty)[0][:5]}"
+    assert told in page
+    (first, held), (last, open_) = below(ours, one), below(ours, twenty)
+    assert (held, open_) == ("holds", "not resolved")
+    told = f"{first[:5]} below AdamW in the short runs, resolved, and {last[:5]} in the long ones"
+    assert f"MARS-AdamW** is {told} {last[6:]}, which is not" in page
+    d = by[matrix + twenty, muon + twenty].difference
+    told = (
+        f"{-d.mean:.3f} below Muon of its scale in the long runs** ({-d.high:.3f} to {-d.low:.3f}"
+    )
+    assert told in page
+    verdict = (ROOT / "docs/results/tiny-tokens/verdict.md").read_text()
+    share = dict(re.findall(r"^\| (\S[^|]*) \|.* (\d+)% \|[^|]*\|$", verdict, flags=re.M))
+    shown = "Muon, torch's default scale"
+    told = "{} and {} % of its tokens in the short runs, with {} and {} % in the long ones"
+    assert told.format(*(share[a + s] for s in (one, twenty) for a in (matrix, shown))) in page
+    found = ladders("tiny-tokens")
+    rates = [f"{found[a + s].best:g}" for a in (matrix, adamw) for s in (one, twenty)]
+    assert "falls from {} to {}, AdamW's rises from {} to {}".format(*rates) in page
+    d = by[matrix + twenty, adamw + twenty].difference
+    told = f"is {-d.mean:.2f} below AdamW and reaches its loss after {share[matrix + twenty]} %"
+    assert told in readme
+    short = -by[matrix + one, adamw + one].difference.mean
+    told = f"MARS-Shampoo ends {short:.3f} below AdamW, with twenty {-d.mean:.3f}, where"
+    assert told in readme
+    told = f"after {share[matrix + twenty]} % of the tokens instead of {share[matrix + one]}"
+    assert told in readme
+
+
 def test_sentences_on_the_decay_are_those_of_its_verdict() -> None:
     judged = verdicts("tiny-decay")
     by = {(j.comparison.arm, j.comparison.baseline): j for j in judged}
@@ -679,6 +725,20 @@ def test_figures_of_choosing_are_those_of_the_results() -> None:
     for gamma in (0.0125, 0.025, 0.05, 0.1):
         factors = " | ".join(f"{noise_factor(gamma, beta1):.2f}" for beta1 in (0.9, 0.95))
         assert re.search(rf"^\| {gamma}[^|]* \| {re.escape(factors)} \|$", text, flags=re.M), gamma
+
+
+def test_factors_for_signal_and_noise_are_computed() -> None:
+    from mars.convert import noise_factor
+
+    text = (ROOT / "docs/math.md").read_text()
+    for gamma in (0.025, 0.05, 0.1):
+        cells = []
+        for beta1 in (0.9, 0.95):
+            weight = gamma**2 + 2 * gamma * (1 - gamma) * (1 - beta1)
+            grown = (1 - gamma) ** 2 + weight * (1 + beta1) / (1 - beta1)
+            signal = noise_factor(gamma, beta1)
+            cells.append(f"{signal:.2f}, {signal / math.sqrt(grown):.2f}")
+        assert f"| {gamma} | {' | '.join(cells)} |" in text
 
 
 def test_bytes_of_state_are_those_that_are_held() -> None:

@@ -228,6 +228,19 @@ def test_noise_of_the_correction() -> None:
     assert correct(g, g - drift, 0.025, 0.95).var() == pytest.approx(1.0, rel=0.02)
 
 
+@pytest.mark.parametrize("gamma", [0.025, 0.1])
+def test_noise_of_the_average_of_corrected_gradients(gamma: float) -> None:
+    """docs/math.md, fact 3: its variance to that of a plain average, independent gradients."""
+    beta1, size = 0.95, 20_000
+    m = plain = h = torch.zeros(size, dtype=torch.float64)
+    for _ in range(200):
+        g = torch.randn(size, dtype=torch.float64)
+        m, plain, h = average(m, correct(g, h, gamma, beta1), beta1), average(plain, g, beta1), g
+    weight = gamma**2 + 2 * gamma * (1 - gamma) * (1 - beta1)
+    ratio = (1 - gamma) ** 2 + weight * (1 + beta1) / (1 - beta1)
+    assert float(m.var() / plain.var()) == pytest.approx(ratio, rel=0.02)
+
+
 def test_clip_shortens_only_what_is_longer_than_one() -> None:
     for length in (0.0, 0.5, 1.0, 7.0):
         c = torch.nn.functional.normalize(torch.randn(9, dtype=torch.float64), dim=0) * length

@@ -170,7 +170,7 @@ def tokens() -> Study:
         ))  # fmt: skip
     return Study(
         name="tiny-tokens",
-        question="A GPT of 0.16M parameters, 1 and 20 bytes of Shakespeare per parameter: do the "
+        question="A GPT of 0.17M parameters, 1 and 20 bytes of Shakespeare per parameter: do the "
         "leads stay in longer runs?",
         prediction="Those of the optimizers of matrices stay above 0.05 and shrink by 0.05 or "
         "more. MARS-AdamW ends below AdamW in both, and MARS-Shampoo where Muon of the same scale "
