@@ -376,6 +376,36 @@ def test_the_question_is_answered(capsys: Capture, tmp_path: Path) -> None:
     assert values["tokens"] == 1 << 22
 
 
+@pytest.mark.parametrize(
+    ("words", "batch", "passes", "why"),
+    [
+        (["--gpus", "64"], 512, "1 pass of 8", "which 64 GPUs cannot share evenly"),
+        (["--gpus", "128"], 512, "1 pass of 4", "which 128 GPUs cannot share evenly"),
+        (["--gpus", "7"], 483, "3 passes of 23", "which 7 GPUs cannot share evenly"),
+        (["--micro-batch", "7"], 483, "69 passes of 7", "which passes of 7 do not divide"),
+        (["--gpus", "8", "--micro-batch", "7"], 504, "9 passes of 7", "which passes of 7 do not"),
+        (["--gpus", "8"], 480, "2 passes of 30", None),
+        (["--gpus", "64", "--batch", "1024"], 1024, "1 pass of 16", None),
+    ],
+)
+def test_a_batch_that_is_not_the_recipes_is_told(
+    words: list[str], batch: int, passes: str, why: str | None, capsys: Capture, tmp_path: Path
+) -> None:
+    out = tmp_path / "plan.json"
+    assert main(["plan", "gpt2-small", "--optimizer", "adamw", *words, "--json", str(out)]) == 0
+    head = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert f" tokens a step: {passes} x 1024 " in head[1]
+    told = f"{batch} sequences a step, not 480 as by default, {why}"
+    assert len(head) == (3 if why else 2)
+    assert not why or head[2].startswith(told)
+    values = json.loads(out.read_text())
+    assert values["batch"] == batch
+    assert values["default_batch"] == (480 if why else None)
+    assert values["tokens"] == batch * 1024
+    gpus = values["cluster"]["gpus"]
+    assert values["passes"] * values["micro_batch"] * gpus == batch
+
+
 def test_what_a_step_needs_and_takes_is_told(capsys: Capture) -> None:
     words = ["plan", "llama-7b", "--gpu", "H200", "--batch", "1", "--context", "128", "--optimizer"]
     assert main([*words, "muon", "adamw", "mars-lion", "mars-m"]) == 0
@@ -448,6 +478,19 @@ def test_the_errors_are_printed(capsys: Capture) -> None:
         (["gpt2-xl", "--gpus", "12"], "--gpus (12) must be a multiple of --nodes-of (8)"),
         (["gpt2-xl", "--nodes-of", "0"], "--nodes-of must be above 0"),
         (["gpt2-xl", "--gpus", "8", "--batch", "4"], "--batch 8"),
+        (
+            ["gpt2-xl", "--gpus", "64", "--batch", "480"],
+            "--batch (480) must be a multiple of --gpus (64): the nearest is --batch 512",
+        ),
+        (
+            ["gpt2-xl", "--batch", "7", "--micro-batch", "3"],
+            "--batch (7) must be a multiple of --micro-batch (3): the nearest is --batch 6",
+        ),
+        (
+            ["gpt2-xl", "--gpus", "8", "--batch", "100", "--micro-batch", "5"],
+            "--batch (100) must be a multiple of --gpus (8) times --micro-batch (5): the nearest "
+            "is --batch 120",
+        ),
         (["gpt2-xl", "--batch", "-3"], "--batch must be above 0"),
         (["gpt2-xl", "--batch", "0"], "--batch must be above 0"),
         (["gpt2-xl", "--micro-batch", "0"], "--micro-batch must be 1 to 480"),

@@ -42,8 +42,8 @@ class PlanArgs:
     params: Literal["fp32", "bf16"] = "fp32"
     """Parameters and gradients; MARS keeps the low halves of bf16 ones."""
     batch: int | None = None
-    """Sequences of a step, over all GPUs; by default the recipe's (4M tokens for a Llama), at least
-    one a GPU."""
+    """Sequences of a step, over all GPUs; by default the recipe's (4M tokens for a Llama), rounded
+    to whole passes."""
     micro_batch: int | None = None
     """Sequences of a pass on each GPU; by default at most 32k tokens and 40 % of the memory."""
     context: int | None = None
@@ -96,27 +96,54 @@ def job_of(name: str, args: PlanArgs) -> Job:
             raise LabError(f"--context must be above 0, not {args.context}")
         model = models.at_context(model, args.context)
     cluster = check(Cluster(find_gpu(args.gpu), args.gpus, args.nodes_of, args.strategy))
-    batch = max(model.run.loop.batch_size, args.gpus) if args.batch is None else args.batch
+    batch = _batch(model, args)
     if batch < 1:
         raise LabError(f"--batch must be above 0, not {args.batch}")
+    default = model.run.loop.batch_size
     micro = args.micro_batch
     if micro is None:
         micro = predict.default_micro_batch(model, cluster, batch, args.recompute)
     setting = Setting(BYTES[args.params], args.state)
     reduce = min(BYTES[args.reduce], 2 if args.params == "bf16" else 4)
-    return predict.check(
-        Job(
-            model,
-            cluster,
-            batch,
-            micro,
-            setting,
-            reduce,
-            engine=args.engine,
-            recompute=args.recompute,
-            mfu=args.mfu,
-        )
+    job = Job(
+        model,
+        cluster,
+        batch,
+        micro,
+        setting,
+        reduce,
+        engine=args.engine,
+        recompute=args.recompute,
+        mfu=args.mfu,
+        default_batch=default if args.batch is None and batch != default else None,
     )
+    _check_whole(predict.check(job), args)
+    return job
+
+
+def _check_whole(job: Job, args: PlanArgs) -> None:
+    """As `mars train` has it: processes have equal parts, in equal passes."""
+    gpus, micro = args.gpus, args.micro_batch
+    unit = gpus * (micro or 1)
+    if job.batch % unit == 0:
+        return
+    words = {"--gpus": gpus if gpus > 1 else None, "--micro-batch": micro}
+    names = " times ".join(f"{name} ({n})" for name, n in words.items() if n)
+    raise LabError(
+        f"--batch ({job.batch}) must be a multiple of {names}: the nearest is "
+        f"--batch {predict.nearest(job.batch, unit)}"
+    )
+
+
+def _batch(model: models.Model, args: PlanArgs) -> int:
+    """Sequences of a step: as asked for; a default yields to the GPUs and to passes."""
+    if args.batch is not None:
+        return args.batch
+    default, micro = model.run.loop.batch_size, args.micro_batch or 1
+    batch = predict.nearest(default, args.gpus)
+    if 1 <= micro <= batch // args.gpus:  # another one is refused, for this batch
+        batch = predict.nearest(default, args.gpus * micro)
+    return batch
 
 
 def chosen(names: tuple[str, ...]) -> list[Optimizer]:

@@ -34,16 +34,16 @@ class Job:
     engine: Literal["auto", "fused", "foreach"] = "auto"
     recompute: bool = False
     mfu: float | None = None  # of forward and backward, if somebody knows it
+    default_batch: int | None = None  # the recipe's, where `batch` is what came of it by rounding
 
     @property
     def passes(self) -> int:
-        return -(-self.batch // (self.cluster.gpus * self.micro_batch))
+        return self.batch // (self.cluster.gpus * self.micro_batch)
 
     @property
     def tokens(self) -> int:
-        """Of a step: the batch, filled up to whole passes of all ranks."""
-        sequences = self.passes * self.cluster.gpus * self.micro_batch
-        return sequences * self.model.run.gpt.block_size
+        """Of a step."""
+        return self.batch * self.model.run.gpt.block_size
 
     @property
     def compute_seconds(self) -> float:
@@ -112,6 +112,15 @@ def default_micro_batch(model: Model, cluster: Cluster, batch: int, recompute: b
     most = min(hardware.GPU_TOKENS, room / model.kept_bytes_per_token(recompute))
     limit = max(1, min(int(most) // context, own))
     return max(n for n in range(1, limit + 1) if own % n == 0)
+
+
+def nearest(batch: int, unit: int) -> int:
+    """The multiple of a unit that is nearest to a batch, the upper one of two.
+
+    >>> nearest(480, 64), nearest(480, 7), nearest(3, 8)
+    (512, 483, 8)
+    """
+    return max(1, (batch + unit // 2) // unit) * unit
 
 
 def check(job: Job) -> Job:
@@ -300,7 +309,8 @@ def _larger(job: Job) -> Iterator[Job]:
         node = min(job.cluster.node, power)
         gpus = -(-power // node) * node  # whole nodes
         cluster = dataclasses.replace(job.cluster, gpus=gpus, node=node, strategy="fsdp2")
-        batch = max(job.batch, gpus * job.micro_batch)
+        unit = gpus * job.micro_batch
+        batch = -(-job.batch // unit) * unit  # whole passes
         yield dataclasses.replace(job, cluster=cluster, batch=batch)
         power *= 2
 
@@ -325,6 +335,7 @@ def as_json(job: Job, predictions: list[Prediction]) -> dict[str, Any]:
         },
         "cluster": dataclasses.asdict(job.cluster),
         "batch": job.batch,
+        "default_batch": job.default_batch,
         "micro_batch": job.micro_batch,
         "passes": job.passes,
         "tokens": job.tokens,

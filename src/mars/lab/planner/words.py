@@ -42,8 +42,19 @@ def headline(job: Job) -> str:
         f"{model.name}: {units.tokens(model.elements)} parameters on {cluster.gpus} x "
         f"{cluster.gpu.name}{nodes}{way}\n"
         f"{units.tokens(job.tokens)} tokens a step: {passes} x {model.run.gpt.block_size} "
-        f"tokens on each GPU"
+        f"tokens on each GPU{_rounded(job)}"
     )
+
+
+def _rounded(job: Job) -> str:
+    """A line on a default that is not what is planned."""
+    default, gpus = job.default_batch, job.cluster.gpus
+    if default is None:
+        return ""
+    why = f"{gpus} GPUs cannot share evenly"
+    if default % gpus == 0:
+        why = f"passes of {job.micro_batch} do not divide"
+    return f"\n{job.batch} sequences a step, not {default} as by default, which {why}"
 
 
 def _memory(job: Job, predictions: Sequence[Prediction], room: int | None) -> str:
