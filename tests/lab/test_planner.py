@@ -406,6 +406,26 @@ def test_a_batch_that_is_not_the_recipes_is_told(
     assert values["passes"] * values["micro_batch"] * gpus == batch
 
 
+def test_passes_that_the_host_bounds_are_told_and_not_compared(
+    capsys: Capture, tmp_path: Path
+) -> None:
+    """gpt-tiny's passes take 0.01 ms of the GPU: shares of that, and "73 % less time", are none."""
+    out = tmp_path / "plan.json"
+    said = {}
+    for model in ("gpt-tiny", "gpt2-small"):
+        words = [model, "--optimizer", "adamw", "mars-adamw", "--json", str(out)]
+        assert main(["plan", *words]) == 0
+        said[model] = capsys.readouterr().out
+        assert json.loads(out.read_text())["host_bound"] == (model == "gpt-tiny")
+    told = "are bound by the host, whose time is not modelled (at least 0.3 ms to launch one)"
+    assert told in " ".join(said["gpt-tiny"].split())
+    step = said["gpt-tiny"].split("a training step\n")[1].split("\n\n")[0]
+    assert "%" not in step
+    assert "MARS-AdamW costs 1.38 MiB more a GPU than AdamW.\n" in said["gpt-tiny"]
+    assert "bound by the host" not in said["gpt2-small"]
+    assert re.search(r"than AdamW and (takes|no time)", said["gpt2-small"])
+
+
 def test_what_a_step_needs_and_takes_is_told(capsys: Capture) -> None:
     words = ["plan", "llama-7b", "--gpu", "H200", "--batch", "1", "--context", "128", "--optimizer"]
     assert main([*words, "muon", "adamw", "mars-lion", "mars-m"]) == 0

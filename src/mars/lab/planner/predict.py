@@ -17,6 +17,8 @@ from mars.lab.planner.network import Cluster, Traffic
 from mars.lab.planner.steps import RULES, Engine, Optimizer, Setting
 
 FORWARD_SHARE = 1 / 3  # of forward and backward: what recomputation does once more
+BLOCK_LAUNCHES = 20  # of a pass: 12 products; norms, GELU and attention, both ways
+LAUNCH_SECONDS = 5e-6  # of the host, assumed; a graph's kernels cannot be much shorter either
 MOST_GPUS = 1 << 16  # as far as "fits from … GPUs" looks
 
 
@@ -61,6 +63,16 @@ class Job:
         )
         cast = CAST_BYTES * model.elements / self.cluster.shards / copy
         return tokens * a_token + (self.passes * cast if self.setting.param_bytes == 4 else 0.0)
+
+    @property
+    def launch_seconds(self) -> float:
+        """What launching a pass takes the host at least; not modelled, but told of."""
+        return self.model.layers * BLOCK_LAUNCHES * LAUNCH_SECONDS
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether a pass is so short that its time is the host's."""
+        return self.compute_seconds < self.passes * self.launch_seconds
 
     @property
     def model_flops_utilization(self) -> float:
@@ -343,5 +355,6 @@ def as_json(job: Job, predictions: list[Prediction]) -> dict[str, Any]:
         "reduce_bytes": job.reduce_bytes,
         "recompute": job.recompute,
         "mfu": job.model_flops_utilization,
+        "host_bound": job.host_bound,
         "optimizers": [{**dataclasses.asdict(p), "peak_bytes": p.memory.peak} for p in predictions],
     }

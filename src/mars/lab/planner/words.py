@@ -26,7 +26,8 @@ def describe(job: Job, predictions: Sequence[Prediction], room: int | None = Non
         f"memory of the fullest rank (peak: of forward, backward or step, not the sum)\n"
         f"{_memory(job, predictions, room)}",
         f"the optimizer's step\n{_optimizer(predictions, room)}",
-        f"a training step\n{_step(predictions, room)}",
+        f"a training step\n{_step(job, predictions, room)}",
+        *([fit.fold(host_bound(job), room)] if job.host_bound else []),
         fit.fold(answer(job, predictions), room),
         fit.fold(assumed, room),
     ]
@@ -109,7 +110,16 @@ def _flops(count: float) -> str:
     return f"{count / 1e12:.3g} TFLOP"
 
 
-def _step(predictions: Sequence[Prediction], room: int | None) -> str:
+def host_bound(job: Job) -> str:
+    """Why times of so short passes are not to be believed."""
+    return (
+        f"Passes of {units.seconds(job.compute_seconds / job.passes)} are bound by the host, whose "
+        f"time is not modelled (at least {units.seconds(job.launch_seconds)} to launch one): steps "
+        "take longer than this, and the optimizer's share of them is not known."
+    )
+
+
+def _step(job: Job, predictions: Sequence[Prediction], room: int | None) -> str:
     rows: list[Sequence[str]] = [
         ("", "compute", "sent", "not hidden", "optimizer", "step", "tokens/s", "optimizer's share")
     ]
@@ -118,7 +128,7 @@ def _step(predictions: Sequence[Prediction], room: int | None) -> str:
             p.label, units.seconds(p.compute_seconds), units.size(p.traffic.sent_bytes),
             units.seconds(p.exposed_seconds), units.seconds(p.optimizer_seconds),
             units.seconds(p.step_seconds), units.tokens(p.tokens_per_second),
-            units.share(p.optimizer_share),
+            "–" if job.host_bound else units.share(p.optimizer_share),
         ))  # fmt: skip
     return table(rows, room=room)
 
@@ -143,7 +153,7 @@ def answer(job: Job, predictions: Sequence[Prediction]) -> str:
         sentences.append(_remedy(job, wanting))
     base = next((p for p in predictions if p.name == "adamw"), None)
     if base is not None:
-        sentences += [_cost(p, base) for p in predictions if p is not base]
+        sentences += [_cost(p, base, not job.host_bound) for p in predictions if p is not base]
     return "\n".join(sentences)
 
 
@@ -170,18 +180,22 @@ def _enough(counts: Sequence[int | None]) -> int | None:
     return max(found) if found and len(found) == len(counts) else None
 
 
-def _cost(p: Prediction, base: Prediction) -> str:
+def _cost(p: Prediction, base: Prediction, timed: bool) -> str:
     more = p.memory.peak - base.memory.peak
-    time = p.step_seconds / base.step_seconds - 1
     memory = f"{units.size(abs(more))} {'more' if more >= 0 else 'less'} a GPU"
     memory = "the same memory" if abs(more) < 2**20 else memory
-    longer = f"takes {_longer(time)}" if abs(time) >= 5e-4 else "no time"
-    text = f"{p.label} costs {memory} than AdamW and {longer}"
+    text = f"{p.label} costs {memory} than AdamW".replace("memory than", "memory as")
+    return f"{text} and {_time(p, base)}." if timed else f"{text}."
+
+
+def _time(p: Prediction, base: Prediction) -> str:
+    time = p.step_seconds / base.step_seconds - 1
+    text = f"takes {_longer(time)}" if abs(time) >= 5e-4 else "no time"
     if p.iteration is not None and p.naive_optimizer_seconds > 1.02 * p.optimizer_seconds:
         naive = p.step_seconds - p.optimizer_seconds + p.naive_optimizer_seconds
         again = _longer(naive / base.step_seconds - 1)
         text += f" ({again} if every rank repeats Newton–Schulz)"
-    return text.replace("the same memory than", "the same memory as") + "."
+    return text
 
 
 def _longer(share: float) -> str:
