@@ -231,6 +231,10 @@ BAD = {
     "type": ("a.jsonl", '{"text": 3}\n', r"line 1: the field 'text' holds 3, not text"),
     "list": ("a.jsonl", '["a"]\n', r"line 1: a list, not an object with a field 'text'"),
     "latin": ("a.txt", b"caf\xe9", r"is not UTF-8 text .*: convert it"),
+    "utf-16": ("a.txt", "café\n".encode("utf-16"), r"is UTF-16 text.*\(iconv -f UTF-16 -t UTF-8\)"),
+    "utf-16-be": ("a.txt", b"\xfe\xff" + "caf".encode("utf-16-be"), r"iconv -f UTF-16"),
+    "utf-16 lines": ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), r"l, line 1 is UTF-16 text"),
+    "latin lines": ("a.jsonl", b'{"text": "caf\xe9"}\n', r"line 1 is not UTF-8 text .*-f LATIN1"),
     "gzip": ("a.jsonl.gz", "not gzip", r"a\.jsonl\.gz cannot be read"),
     "nested": ("a.jsonl", "[" * 100_000, r"a\.jsonl, line 1: not JSON"),
     "zstd": ("a.txt.zst", "not zstd", r"a\.txt\.zst cannot be read"),
@@ -249,6 +253,26 @@ def test_bad_sources_are_refused_by_name_and_leave_no_trace(tmp_path: Path, case
     with pytest.raises(LabError, match=message):
         prepare(str(tmp_path / name), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl"])
+def test_a_mark_of_utf_8_is_not_trained_on(tmp_path: Path, name: str) -> None:
+    """Windows editors begin a file with it; longer than a piece, so that it is read by several."""
+    text = (
+        "é and more.\n" * 200_000
+        if name != "a.jsonl"
+        else "".join(json.dumps({"text": t}) + "\n" for t in TEXTS)
+    )
+    read = {}
+    for mark in (b"", b"\xef\xbb\xbf"):
+        data = mark + text.encode()
+        path = tmp_path / str(len(mark)) / name
+        path.parent.mkdir()
+        path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+        out = path.parent / "out"
+        prepare(str(path), out, tokenizer="bytes")
+        read[mark] = [stream(out, split, "bytes").tobytes() for split in ("train", "valid")]
+    assert len(set(map(tuple, read.values()))) == 1
 
 
 def test_a_damaged_archive_is_refused_by_name(tmp_path: Path) -> None:

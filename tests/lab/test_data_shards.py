@@ -187,6 +187,17 @@ REFUSED = {
 }  # fmt: skip
 
 
+def test_a_mark_of_utf_8_is_no_token(tmp_path: Path) -> None:
+    text = "é and more.\n" * 20
+    for name, encoding in (("plain", "utf-8"), ("marked", "utf-8-sig")):
+        (tmp_path / f"{name}.txt").write_text(text, encoding=encoding)
+    plain, marked = (
+        open_tokens(str(tmp_path / f"{name}.txt"), "train", "bytes") for name in ("plain", "marked")
+    )
+    assert plain.sha256 == marked.sha256
+    assert marked.read(0, 2).tolist() == list("é".encode())
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_bad_sources_are_refused_by_name(tmp_path: Path, case: str) -> None:
     make, message = REFUSED[case]

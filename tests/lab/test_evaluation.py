@@ -246,6 +246,15 @@ def test_a_bad_item_is_named_by_file_and_line(
         read_task(name, path)
 
 
+def test_a_mark_of_utf_8_before_the_first_item_is_passed_over(tmp_path: Path) -> None:
+    path = write(tmp_path / "piqa.jsonl", item(), item(label=0))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert [own.label for own in read_task("piqa", path).items] == [1, 0]
+    path.write_bytes('{"query": "a"}'.encode("utf-16"))
+    with pytest.raises(LabError, match=r"piqa\.jsonl is UTF-16 text.*iconv -f UTF-16"):
+        read_task("piqa", path)
+
+
 def test_a_last_word_has_no_label(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.jsonl", {"query": "a", "target": " b", "label": 0})
     task = read_task("mine", path)

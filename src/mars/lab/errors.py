@@ -42,8 +42,13 @@ def unexpected(error: Exception, directory: Path) -> str:
     return f"{line} (full traceback: {trace})"
 
 
-def not_utf8(path: Path, error: UnicodeDecodeError) -> str:
-    return f"{path} is not UTF-8 text ({error.reason}): convert it (iconv -f LATIN1 -t UTF-8)"
+UTF16 = (b"\xff\xfe", b"\xfe\xff")  # the marks that begin such a text
+
+
+def not_utf8(where: Path | str, error: UnicodeDecodeError) -> str:
+    if error.object.startswith(UTF16):
+        return f"{where} is UTF-16 text, not UTF-8: convert it (iconv -f UTF-16 -t UTF-8)"
+    return f"{where} is not UTF-8 text ({error.reason}): convert it (iconv -f LATIN1 -t UTF-8)"
 
 
 def meant(name: str, known: Iterable[str]) -> str:

@@ -28,6 +28,7 @@ NAMED = ("openwebtext", "fineweb-edu", "cifar10", "cifar100", "tiny-imagenet")
 TEXT = (".txt", ".md", ".rst", ".text")
 LINES = (".jsonl", ".ndjson")
 PACKED = (".gz", ".zst")
+UTF8 = "utf-8-sig"  # a mark that an editor put first is not of the text
 BLOCK = 1 << 21  # characters of a long document that are handled at a time
 
 
@@ -222,12 +223,12 @@ def _open(path: Path) -> IO[bytes]:
 
 def _text(path: Path, tail: float | None) -> Iterator[Piece]:
     """One document in pieces; with a tail, its beginning for training, its end for validation."""
-    with _open(path) as raw, io.TextIOWrapper(raw, "utf-8", newline="") as file:
+    with _open(path) as raw, io.TextIOWrapper(raw, UTF8, newline="") as file:
         if tail is None:
             yield from _blocks(file, None, None)
             return
         count = sum(len(block) for block in iter(lambda: file.read(BLOCK), ""))
-    with _open(path) as raw, io.TextIOWrapper(raw, "utf-8", newline="") as file:
+    with _open(path) as raw, io.TextIOWrapper(raw, UTF8, newline="") as file:
         begins = int(count * (1 - tail))
         yield from _blocks(file, begins, "train")
         yield from _blocks(file, None, "valid", rest=begins > 0)
@@ -264,6 +265,8 @@ def _lines(path: Path, field: str, skip: int) -> Iterator[Piece]:
                 continue
             try:
                 record = json.loads(line) if line.strip() else {field: ""}
+            except UnicodeDecodeError as error:
+                raise LabError(not_utf8(f"{path}, line {number}", error)) from error
             except (ValueError, RecursionError) as error:
                 raise LabError(f"{path}, line {number}: not JSON ({error})") from error
             yield Piece(text_of(record, field, f"{path}, line {number}"))

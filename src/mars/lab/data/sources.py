@@ -7,6 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import Literal, get_args
 
+from mars.lab.data.documents import UTF8
 from mars.lab.data.embedded import embedded
 from mars.lab.data.manifest import FILE, Entry, check_shard, load_manifest
 from mars.lab.data.shards import Shard, Tokens, cut_shards, open_shard
@@ -74,7 +75,7 @@ def _read_text(path: Path) -> str:
             raise LabError(
                 f"{path} has {size / 1e6:.0f} MB, too much to tokenise each time: {prepare}"
             )
-        return path.read_bytes().decode("utf-8")
+        return path.read_bytes().decode(UTF8)
     except OSError as error:
         raise LabError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mars.lab.errors import LabError
+from mars.lab.data.documents import UTF8
+from mars.lab.errors import LabError, not_utf8
 from mars.lab.evaluation.prompts import (
     ALIASES,
     LAST_WORD,
@@ -131,9 +132,11 @@ def read_task(name: str, path: Path, limit: int | None = None) -> Task:
     counts: Counter[str] = Counter()
     prompt = PROMPTS.get(name)
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = path.read_text(encoding=UTF8).split("\n")
+    except OSError as error:
         raise LabError(f"{path} cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise LabError(not_utf8(path, error)) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
