@@ -203,6 +203,34 @@ def test_a_folder_of_pictures(tmp_path: Path, valid: str) -> None:
         assert all(np.array_equal(channel, grey) for channel in train.pixels[3])
 
 
+@pytest.mark.parametrize("kind", ["webp", "bmp", "gif", "tiff", "ppm", "jfif"])
+def test_pictures_of_every_usual_kind_are_taken(tmp_path: Path, kind: str) -> None:
+    """They were left out without a word, down to a class that had only such."""
+    flat = np.full((6, 6, 3), 64, np.uint8)  # of which JPEG and a palette lose nothing
+    options = {"webp": {"lossless": True}}.get(kind, {})
+    data = picture(flat, {"jfif": "JPEG"}.get(kind, kind), **options)
+    files = folder()[0] | {f"train/cat/x.{kind.upper()}": data, f"valid/dog/y.{kind}": data}
+    train, valid = both(unpacked(tmp_path, files))
+    assert (len(train), len(valid)) == (7, 5)
+    assert (train.pixels[3] == 64).all()
+    assert (valid.pixels[4] == 64).all()
+
+
+def test_pictures_that_pillow_cannot_take_are_named(tmp_path: Path) -> None:
+    floats = picture(RNG.random((6, 6), np.float32), "TIFF")
+    for name, data, message in (
+        (
+            "photo.heic",
+            b"ftypheic",
+            r"train/cat/photo.heic of .* is not a picture that Pillow reads",
+        ),
+        ("f.tif", floats, r"train/cat/f.tif of .* has pixels of 32-bit floats: make them 8 bits"),
+    ):
+        source = unpacked(tmp_path / name, folder()[0] | {f"train/cat/{name}": data})
+        with pytest.raises(LabError, match=message):
+            both(source)
+
+
 def test_16_bits_of_grey_keep_their_upper_half(tmp_path: Path) -> None:
     """As Pillow itself takes 16 bits of colour; of grey it would make everything white."""
     deep = RNG.integers(0, 1 << 16, (6, 6), np.uint16)
@@ -242,7 +270,10 @@ def test_wrong_pictures_are_refused(tmp_path: Path) -> None:
     refused({"valid/dog/0.png": other}, r"valid/dog/0.png of .* is 7×6, others 6×6: bring all to")
     refused({"train/dog/1.png": b"text"}, r"damaged: cannot identify image file$")
     cut = files["train/dog/1.png"][:-30]
-    refused({"train/dog/1.png": cut}, r"train/dog/1.png of .* is not a picture, or is damaged")
+    refused(
+        {"train/dog/1.png": cut},
+        r"train/dog/1.png of .* is not a picture that Pillow reads, or is damaged",
+    )
     refused({"valid/emu/0.png": files["valid/dog/0.png"]}, "'emu', a class that train/ lacks")
     refused({"train/0.png": other}, "train/0.png of .* is not in the folder of a class")
     gone = {name: None for name in files if name.startswith("valid")}

@@ -15,7 +15,11 @@ from mars.lab.images.dataset import SPLITS, Bytes, Labels, Raw, Split
 from mars.lab.images.tree import Tree
 
 Progress = Callable[[int, int], None]
-SUFFIXES = (".png", ".jpg", ".jpeg")
+# What Pillow does not read here is refused by name, where leaving it out would lose it in silence.
+SUFFIXES = (
+    ".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm",
+    ".avif", ".heic",
+)  # fmt: skip
 ANNOTATIONS = "val/val_annotations.txt"
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _MOSAIC = re.compile(r"(train|test)_(\d+)\.jpg")
@@ -148,6 +152,10 @@ def _decode(tree: Tree, name: str, size: tuple[int, ...] | None) -> Bytes:
                 )
             if width * height > _LARGEST:
                 raise LabError(f"{name} of {tree.source} is too large: {width}×{height}")
+            if image.mode == "F":
+                raise LabError(
+                    f"{name} of {tree.source} has pixels of 32-bit floats: make them 8 bits first"
+                )
             if image.mode.startswith("I"):  # 16 bits of grey, which would be cut off at 255
                 image = image_module.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
@@ -155,7 +163,9 @@ def _decode(tree: Tree, name: str, size: tuple[int, ...] | None) -> Bytes:
         raise
     except Exception as error:  # a damaged picture can raise anything
         why = str(error).partition(" <_io")[0]  # the name of an object says nothing
-        raise LabError(f"{name} of {tree.source} is not a picture, or is damaged: {why}") from error
+        raise LabError(
+            f"{name} of {tree.source} is not a picture that Pillow reads, or is damaged: {why}"
+        ) from error
 
 
 def _pillow(source: str) -> Any:
