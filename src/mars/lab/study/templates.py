@@ -264,7 +264,7 @@ def momentum(
     """Is a gain of the correction that of a smaller β₁, which weighs the last gradient more, too?
 
     Without the clip MARS-Lion *is* Lion with other betas (docs/math.md, fact 1). ``lengths``: a
-    suffix of labels, the first rate and what the arms change; Lion has the first of them.
+    suffix of labels, the first rate and what the arms change.
     """
     arms: list[Arm] = []
     claims: list[Comparison] = []
@@ -276,31 +276,30 @@ def momentum(
             dataclasses.replace(arm, label=f"{arm.label}, β₁ = 0.8", changes={**changes, **own})
             for arm in (adamw, ours)
         )
-        arms += [adamw, low_adamw, ours, low_ours]
+        lions = (
+            Arm(label=f"Lion{suffix}", optimizer="lion", lr=lion, changes=changes),
+            Arm(
+                label=f"Lion, betas (.926, .95){suffix}",
+                optimizer="lion",
+                lr=lion,
+                changes={**changes, "optimizer": {"betas": (0.92625, 0.95)}},
+            ),
+            Arm(label=f"MARS-Lion{suffix}", optimizer="mars-lion", lr=lion, changes=changes),
+        )
+        theirs, equal, ours_lion = (arm.label for arm in lions)
+        arms += [adamw, low_adamw, ours, low_ours, *lions]
         claims += [
             lower(low_adamw.label, adamw.label), lower(ours.label, adamw.label),
             lower(ours.label, low_adamw.label), lower(low_ours.label, low_adamw.label),
+            lower(equal, theirs), within(ours_lion, equal, by),
         ]  # fmt: skip
-    changes = lengths[0][2]
-    theirs = Arm(label="Lion", optimizer="lion", lr=lion, changes=changes)
-    equal = Arm(
-        label="Lion, betas (.926, .95)",
-        optimizer="lion",
-        lr=lion,
-        changes={**changes, "optimizer": {"betas": (0.92625, 0.95)}},
-    )
-    ours = Arm(label="MARS-Lion", optimizer="mars-lion", lr=lion, changes=changes)
     return Study(
         name=name,
         question=f"{what}: is the gain of MARS-AdamW and of MARS-Lion that of other betas?",
         prediction=prediction,
         base=base,
-        arms=(*arms, theirs, equal, ours),
-        comparisons=(
-            *claims,
-            lower(equal.label, theirs.label),
-            within(ours.label, equal.label, by),
-        ),
+        arms=tuple(arms),
+        comparisons=tuple(claims),
     )
 
 
