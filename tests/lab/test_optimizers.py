@@ -55,6 +55,27 @@ def test_every_parameter_is_trained_once_and_norms_never_decay(name: str) -> Non
         assert (group["weight_decay"] if decay is None else decay) == (0.0 if norms else 0.1), names
 
 
+@pytest.mark.parametrize("name", REGISTRY)
+def test_decay_is_decoupled(name: str) -> None:
+    """Where the gradient is zero, a step shrinks a matrix by rate times decay and does no more."""
+    gpt = model()
+    optimizer = build(gpt, Optimizer(name=name, lr=0.01, weight_decay=0.5))
+    before = [p.detach().clone() for p in gpt.parameters()]
+    for _ in range(2):  # some do nothing in their first step but look at the gradient
+        for p in gpt.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    steps = 1 if name == "soap" else 2  # whose first step is only to look
+    for old, new in zip(before, gpt.parameters(), strict=True):
+        kept = (1 - 0.01 * 0.5) ** steps if new.ndim > 1 else 1.0
+        torch.testing.assert_close(new.detach(), kept * old)
+
+
+def test_adopt_is_coupled_where_somebody_asks_for_it() -> None:
+    asked = Optimizer(name="adopt", lr=0.01, options={"weight_decouple": "False"})
+    assert not build(model(), asked).param_groups[0]["weight_decouple"]
+
+
 @pytest.mark.parametrize("name", ["muon", "mars-m", "mars-shampoo"])
 def test_matrix_rules_train_hidden_matrices_alone(name: str) -> None:
     """Not embeddings, not the head: the fault of the published Muon baseline."""

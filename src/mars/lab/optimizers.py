@@ -209,7 +209,7 @@ def _adamw(model: nn.Module, o: Optimizer, options: dict[str, Any]) -> torch.opt
     return torch.optim.AdamW(decayed(model), lr=o.lr, weight_decay=o.weight_decay, **options)
 
 
-def _from_library(cls: str, betas: tuple[float, float]) -> Build:
+def _from_library(cls: str, betas: tuple[float, float], more: dict[str, Any]) -> Build:
     def make(model: nn.Module, o: Optimizer, options: dict[str, Any]) -> torch.optim.Optimizer:
         try:
             library = importlib.import_module("pytorch_optimizer")
@@ -219,7 +219,7 @@ def _from_library(cls: str, betas: tuple[float, float]) -> Build:
             ) from error
         if cls in UNSHARDED and any(map(is_sharded, model.parameters())):
             raise LabError(f"{o.name} cannot step sharded parameters: --loop.parallel ddp, or mars")
-        options = {"betas": o.betas or betas, **options}
+        options = {"betas": o.betas or betas, **more, **options}
         made = getattr(library, cls)(
             decayed(model), lr=o.lr, weight_decay=o.weight_decay, **options
         )
@@ -231,12 +231,14 @@ def _from_library(cls: str, betas: tuple[float, float]) -> Build:
 
 UNSHARDED = ("SOAP", "ADOPT")  # their steps mix plain tensors with DTensors (4.1.0)
 
-for _name, _label, _class, _betas in (
-    ("lion", "Lion", "Lion", (0.9, 0.99)),
-    ("soap", "SOAP", "SOAP", (0.95, 0.95)),
-    ("adopt", "ADOPT", "ADOPT", (0.9, 0.9999)),
+for _name, _class, _betas, _more in (
+    ("lion", "Lion", (0.9, 0.99), {}),  # its decay is decoupled unless told otherwise
+    ("soap", "SOAP", (0.95, 0.95), {}),  # and SOAP's always
+    # By default the library adds ADOPT's decay to the gradient.
+    ("adopt", "ADOPT", (0.9, 0.9999), {"weight_decouple": True}),
 ):
-    register(_name, _label, f"pytorch_optimizer.{_class}", ["betas"])(_from_library(_class, _betas))
+    _make = _from_library(_class, _betas, _more)
+    register(_name, _class, f"pytorch_optimizer.{_class}", ["betas"])(_make)
 
 
 @register(
