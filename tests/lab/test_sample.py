@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import shutil
 from pathlib import Path
@@ -15,7 +16,7 @@ from miniature import run
 from mars.lab import checkpoint
 from mars.lab.data import tokenizer
 from mars.lab.errors import LabError
-from mars.lab.loading import find
+from mars.lab.loading import find, load, settings
 from mars.lab.models import GPT
 from mars.lab.sample import SampleArgs, choose, decode, generate, sample_command
 from mars.lab.train import train
@@ -195,6 +196,27 @@ def test_without_a_best_the_newest_intact_one_is_taken(
         find(copied, "best")
     with pytest.raises(LabError, match="does not match its checksum"):
         sample_command(args(copied, checkpoint="12"))
+
+
+def test_a_best_that_is_not_the_newest_is_told(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It need not be the best there is: what was not validated when it was saved is none."""
+    folder = copied / "checkpoints"
+    (folder / "best.json").write_text(json.dumps({"step": 9, "loss": 5.0}))
+    said = (
+        f"! {copied}: step 9 is taken, the best of the checkpoints that were validated when they "
+        "were saved; the newest is of step 12\n"
+    )
+    for choice in (None, "best"):
+        assert load(copied, choice).checkpoint == folder / "step-00000009"
+        assert capsys.readouterr().err == said
+    settings(str(copied))  # for a model that begins with these weights
+    assert capsys.readouterr().err == said
+    for choice in ("last", "9"):
+        load(copied, choice)
+    load(folder / "step-00000009")
+    assert capsys.readouterr().err == ""
 
 
 def test_what_is_not_there_is_one_clear_line(copied: Path, tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mars.lab import checkpoint
+from mars.lab import checkpoint, retention
 from mars.lab.config import Model, Run, read_config
 from mars.lab.data import Tokenizer, tokenizer
 from mars.lab.errors import LabError
 from mars.lab.huggingface import Folder, is_folder
 from mars.lab.models import GPT
+from mars.lab.parallel import own_rank
 from mars.lab.sealed import MANIFEST
 
 
@@ -47,6 +48,7 @@ def load(
         folder = Folder(path)
         return Loaded(path.name, folder.load().to(device).eval(), folder.tokenizer, None, None)
     run, found = find(path, choice)
+    _tell_older(path, choice, found)
     model = GPT(run.gpt, seed=None)
     checkpoint.load(found, model)
     words = tokenizer(run.text.tokenizer)
@@ -60,7 +62,9 @@ def settings(where: str) -> tuple[Model, str]:
     if is_folder(path):
         folder = Folder(path)
         return folder.model, folder.tokenizer.name
-    run, _ = find(path)
+    run, found = find(path)
+    if own_rank() == 0:
+        _tell_older(path, None, found)
     return replace(run.gpt, init=None), run.text.tokenizer
 
 
@@ -109,6 +113,21 @@ def _choose(run: Path, choice: str | None) -> Path | None:
     step = re.fullmatch(r"(?:step[- ]?)?(\d+)", choice)
     path = run / "checkpoints" / f"step-{int(step[1]):08d}" if step else Path(choice)
     return path if path.is_dir() else None
+
+
+def _tell_older(run: Path, choice: str | None, found: Path) -> None:
+    """Say that a run has a newer checkpoint than its best: only those just validated can be it."""
+    folder = run / "checkpoints"
+    noted = retention.noted_best(folder)
+    if choice not in (None, "best") or noted is None or found != folder / f"step-{noted[0]:08d}":
+        return
+    there = (step for step, path in retention.in_order(folder) if retention.looks_valid(path))
+    newest = next(there, noted[0])
+    if newest > noted[0]:
+        sys.stderr.write(
+            f"! {run}: step {noted[0]} is taken, the best of the checkpoints that were validated "
+            f"when they were saved; the newest is of step {newest}\n"
+        )
 
 
 def _warn(text: str) -> None:
