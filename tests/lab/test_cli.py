@@ -187,6 +187,29 @@ def test_a_rate_that_stays_behind_is_told(capsys: Capture) -> None:
     assert capsys.readouterr().err == ""
 
 
+def test_a_rate_of_a_file_that_stays_behind_is_told(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "mine.json"
+    for own, more, said in (
+        ({"lr": 0.003}, [], "lr_1d, for all else, stays 0.008"),
+        ({"lr": 0.003}, ["--optimizer.lr-1d", "0.001"], None),
+        ({"lr": 0.003, "lr_1d": 0.001}, [], None),
+        ({"lr": 0.003, "lr_1d": 0.001}, ["--optimizer.lr", "0.004"], "stays 0.001"),
+        ({"gamma": 0.0}, [], None),
+    ):
+        values = {"recipe": "gpt-tiny", "optimizer": {"name": "mars-m", **own}}
+        path.write_text(json.dumps(values))
+        assert main(["train", str(path), "--dry-run", *more]) == 0
+        told = capsys.readouterr().err
+        assert said in told if said else told == ""
+
+
+def test_a_file_may_begin_with_a_mark_of_its_encoding(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text('{"recipe": "gpt-tiny", "loop": {"steps": 77}}', encoding="utf-8-sig")
+    assert main(["train", str(path), "--dry-run"]) == 0
+    assert "77 steps" in capsys.readouterr().out
+
+
 def test_a_file_without_a_recipe_is_refused(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "mine.json"
     path.write_text('{"optimizer": {"name": "muon"}}')

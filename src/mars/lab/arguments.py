@@ -270,7 +270,7 @@ def _as_data(path: Path) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8-sig"))  # editors may put a mark first
     except OSError as error:
         raise LabError(f"{path} cannot be read: {reason(error)}") from error
     except ValueError as error:
@@ -278,6 +278,13 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise LabError(f"{path} is not a configuration: it does not hold a JSON object")
     return values
+
+
+def written(name: str, part: str) -> dict[str, Any]:
+    """The fields of a part that a recipe in a JSON file sets itself; of any other recipe none."""
+    path = Path(name)
+    own = _read(path).get(part) if path.suffix == ".json" and not path.is_dir() else None
+    return own if isinstance(own, dict) else {}
 
 
 def overridden(values: dict[str, Any], optimizer: str | None = None) -> Run:

@@ -7,6 +7,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mars.lab import arguments, moved
 from mars.lab.config import Run, read_config
@@ -71,13 +72,19 @@ def _read(words: list[str]) -> tuple[TrainArgs, Run]:
     run = arguments.as_run(args)
     if recipe in RECIPES and not any("warmup" in word for word in words):
         run = _extending(run)
-    own = arguments.asked(words, args).get("optimizer", {})
+    asked = arguments.asked(words, args)
+    _tell_rate(run, asked.get("optimizer", {}), arguments.written(recipe, "optimizer"))
+    return args, run
+
+
+def _tell_rate(run: Run, asked: dict[str, Any], written: dict[str, Any]) -> None:
+    """Say that a rate of matrices, asked for or of a JSON file, leaves all else at another's."""
+    own = asked if {"lr", "lr_1d"} & set(asked) else written
     if "lr" in own and "lr_1d" not in own and run.optimizer.lr_1d is not None and own_rank() == 0:
         sys.stderr.write(
             "! optimizer.lr is for matrices: optimizer.lr_1d, for all else, stays "
             f"{run.optimizer.lr_1d:g}\n"
         )
-    return args, run
 
 
 def _not_fewer(run: Run, begun: Run) -> None:
