@@ -33,8 +33,8 @@ LINES = (
     "lab.hardware lab.workers lab.crew lab.tasks lab.huggingface",
     "lab.loading lab.wrapping lab.loop lab.session",
     "lab.train lab.progress lab.sample lab.converting",
-    "lab.describe lab.moved lab.pool lab.arguments lab.evaluation lab.huggingface.command "
-    "lab.huggingface.writing",
+    "lab.describe lab.moved lab.pool lab.arguments lab.unread lab.evaluation "
+    "lab.huggingface.command lab.huggingface.writing",
     "lab.train_command lab.race lab.tune lab.search lab.trial lab.findings lab.planner lab.study",
     "lab.doctor",
     "lab.cli",

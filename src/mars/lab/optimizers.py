@@ -30,7 +30,7 @@ class Entry:
     label: str
     about: str
     build: Build
-    uses: frozenset[str]  # fields of the configuration beyond lr and weight_decay
+    uses: frozenset[str]  # fields of the configuration beyond lr
     lr: float | None = None  # its own default, if it has one
 
 
@@ -40,10 +40,10 @@ REGISTRY: dict[str, Entry] = {}
 def register(
     name: str, label: str, about: str, uses: Iterable[str] = ()
 ) -> Callable[[Build], Build]:
-    """Add an optimizer under a name; ``uses`` are the fields of the configuration it reads."""
+    """Add an optimizer under a name; ``uses`` are the fields it reads beyond rate and decay."""
 
     def add(build: Build) -> Build:
-        REGISTRY[name] = Entry(label, about, build, frozenset(uses))
+        REGISTRY[name] = Entry(label, about, build, frozenset({"weight_decay", *uses}))
         return build
 
     return add
@@ -168,7 +168,8 @@ def _dotted(name: str) -> Entry:
 
     lr = parameters["lr"].default
     lr = lr if isinstance(lr, float) else None
-    return Entry(attribute, "your own", make, frozenset({"betas", "gamma"} & accepted), lr)
+    uses = frozenset({"weight_decay", "betas", "gamma"} & accepted)
+    return Entry(attribute, "your own", make, uses, lr)
 
 
 def _parameters(cls: type) -> dict[str, inspect.Parameter]:

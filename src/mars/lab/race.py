@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mars.lab import arguments, moved, recipes, tasks
+from mars.lab import arguments, moved, recipes, tasks, unread
 from mars.lab.config import Run, check, read_config, to_json
 from mars.lab.differences import first_difference
 from mars.lab.errors import INTERRUPTED, LabError, UsageError
@@ -227,6 +227,7 @@ def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
     directory = Path(chosen or f"runs/race-{base.recipe}").expanduser()
     jobs = plan(args, base, asked, directory)
     _check_optimizers(jobs, directory)
+    unread.refuse(asked, [job.run for job in jobs], directory / "race.json")
     moved.follow([job.run for job in jobs])
     _check_begun(jobs, directory)
     _check_data(jobs, directory)

@@ -13,6 +13,17 @@ from mars.lab.errors import LabError
 # 200 epochs of CIFAR (100 and 150).
 MILESTONES, FALL = (0.5, 0.75), 0.1
 
+# The fields that each shape reads.
+READS: dict[str, tuple[str, ...]] = {
+    "cosine": ("warmup_steps", "min_lr"),
+    "wsd": ("warmup_steps", "decay_share"),
+    "exp": ("warmup_steps", "min_lr"),
+    "linear": ("warmup_steps", "min_lr"),
+    "constant": ("warmup_steps",),
+    "multistep": ("warmup_steps",),
+    "onecycle": ("rise_share",),
+}
+
 
 def factor(schedule: Schedule, step: int, steps: int) -> float:
     """The rate at ``step`` (from 0) of ``steps``, as a share of the peak."""

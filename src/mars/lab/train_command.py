@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mars.lab import arguments, moved
+from mars.lab import arguments, moved, unread
 from mars.lab.config import Run, read_config
 from mars.lab.describe import describe
 from mars.lab.errors import INTERRUPTED, LabError, unexpected
@@ -73,6 +73,7 @@ def _read(words: list[str]) -> tuple[TrainArgs, Run]:
     if recipe in RECIPES and not any("warmup" in word for word in words):
         run = _extending(run)
     asked = arguments.asked(words, args)
+    unread.refuse(asked, [run], Path(run.directory) / "config.json")
     _tell_rate(run, asked.get("optimizer", {}), arguments.written(recipe, "optimizer"))
     return args, run
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mars.lab import arguments, findings, moved, search, tasks, workers
+from mars.lab import arguments, findings, moved, search, tasks, unread, workers
 from mars.lab.config import Run
 from mars.lab.crew import Crew, WorkerDied, stop, watched
 from mars.lab.errors import INTERRUPTED, LabError
@@ -66,6 +66,8 @@ def tune_command(words: list[str]) -> int:
     chosen = args.keep.out if args.keep.out != base.keep.out else None
     name = args.optimizer.name.replace(":", ".")
     directory = Path(chosen or f"runs/tune-{base.recipe}-{name}").expanduser()
+    run, asked = arguments.as_run(args), arguments.asked(words, args)
+    unread.refuse(asked, [run], directory / "tune.json")
     return tune(args, directory, command)
 
 
