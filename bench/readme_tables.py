@@ -686,6 +686,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tiny-search": lambda: arms("tiny-search"),
     "tiny-length": lambda: arms("tiny-length"),
     "tiny-tokens": lambda: arms("tiny-tokens"),
+    "tiny-momentum": lambda: arms("tiny-momentum"),
     "tiny-decay": lambda: by_decay("tiny-decay"),
     "tiny-baseline": lambda: arms("tiny-baseline"),
     "tiny-scale": lambda: arms("tiny-scale"),

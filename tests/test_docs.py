@@ -510,6 +510,43 @@ def test_sentences_on_longer_runs_are_those_of_their_verdict() -> None:
     assert told in readme
 
 
+def test_sentences_on_a_smaller_beta1_are_those_of_their_verdict() -> None:
+    by = {(j.comparison.arm, j.comparison.baseline): j for j in verdicts("tiny-momentum")}
+    page, choosing, readme = map(flat, ("docs/results-small.md", "docs/choosing.md", "README.md"))
+    adamw, ours, low = "AdamW", "MARS-AdamW", ", β₁ = 0.8"
+    short, long = ", 150 steps", ", 1200 steps"
+
+    def of(arm: str, base: str) -> tuple[str, str, str]:
+        judged = by[arm, base]
+        d = judged.difference
+        span = f"({-d.high:.3f} to {-d.low:.3f}".replace("-", "−")
+        return f"{-d.mean:.3f}", span, judged.state
+
+    gain = {s: of(adamw + s + low, adamw + s) for s in (short, long)}
+    theirs = {s: of(ours + s, adamw + s) for s in (short, long)}
+    assert {g[2] for g in (*gain.values(), *theirs.values())} == {"holds"}
+    told = "with 0.8 it ends {} lower than with 0.9 in 150 steps {}) and {} lower in 1,200 {})"
+    assert told.format(*gain[short][:2], *gain[long][:2]) in page
+    told = f"MARS-AdamW at 0.9 gains {theirs[short][0]} and {theirs[long][0]}."
+    assert told in page
+    left, span, state = of(ours + short + low, adamw + short + low)
+    assert state == "holds"
+    assert f"in 150 steps MARS-AdamW is {left} below AdamW {span}, resolved)" in page
+    judged = by[ours + long + low, adamw + long + low]
+    d = judged.difference
+    assert judged.state == "not resolved"
+    span = f"({d.low:.3f} to {d.high:+.3f}".replace("-", "−")
+    assert f"in 1,200 it is {d.mean:.3f} above it {span}, not resolved)" in page
+    told = f"takes AdamW {gain[long][0]} lower in 1,200 steps (resolved), MARS-AdamW at 0.9 ends"
+    assert f"{told} {theirs[long][0]} lower" in choosing
+    assert f"In 150 steps {gain[short][0]} and {theirs[short][0]}, and at 0.8" in choosing
+    told = f"gives AdamW {gain[long][0]}, where MARS-AdamW gains {theirs[long][0]}, and nothing"
+    assert told in readme
+    equal, span, state = of("MARS-Lion" + long, "Lion, betas (.926, .95)" + long)
+    assert state == "holds"
+    assert f"they end {equal.removeprefix('-')} apart {span}), as predicted" in page
+
+
 def test_sentences_on_the_decay_are_those_of_its_verdict() -> None:
     judged = verdicts("tiny-decay")
     by = {(j.comparison.arm, j.comparison.baseline): j for j in judged}
