@@ -91,18 +91,23 @@ def from_adamw(
     rows: list[tuple[str, ...]] = [
         ("group", "parameters", "lr", "weight_decay", "lr of vectors", "betas")
     ]
-    groups = []
     keep = "betas" not in options and rule != "published"
-    for group in (optimizer.defaults, *optimizer.param_groups):
+
+    def convert(group: Group) -> tuple[Group, tuple[float, float]]:
         betas = group["betas"] if keep else settings["betas"]
         factors = _factors(rule, settings, float(betas[0]))
-        groups.append({**_converted(group, betas, *factors), **_only(KEPT, options)})
-        if group is not optimizer.defaults:
-            told = _row(group, betas, factors[0], _of_vectors(settings, *factors))
-            rows.append((str(len(rows) - 1), *told))
-    usual, *groups = groups
+        return {**_converted(group, betas, *factors), **_only(KEPT, options)}, factors
+
+    groups = []
+    for i, group in enumerate(optimizer.param_groups):
+        new, factors = convert(group)
+        groups.append(new)
+        rows.append(
+            (str(i), *_row(group, new["betas"], factors[0], _of_vectors(settings, *factors)))
+        )
     mars = make(groups, **options)
-    mars.defaults.update(usual)  # of groups that are added later, as when layers are unfrozen
+    # Of groups that are added later, as when layers are unfrozen; their decay was said, too.
+    mars.defaults.update(convert(optimizer.defaults)[0])
     mars._unsaid_decay = False
     for group, own in zip(mars.param_groups, optimizer.param_groups, strict=True):
         for name in own.keys() - optimizer.defaults.keys() - CHECKS.keys() - METADATA:

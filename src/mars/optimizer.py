@@ -176,9 +176,10 @@ class MARS(Optimizer):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         group = options.with_names(self._ranks.without(resolve(param_group, self.defaults)))
         options.check_known(group, f"parameter group {len(self.param_groups)}")
-        options.check_values({**self.defaults, **group})
-        options.check_captured({**self.defaults, **group})
-        differentiable = group.get("differentiable", self.defaults["differentiable"])
+        whole = {**self.defaults, **group}
+        options.check_values(whole)
+        options.check_captured(whole)
+        differentiable = whole["differentiable"]
         options.check_differentiable(group, self.defaults)
         if group.get("weight_decay", 1.0) == 0.0:
             group.setdefault("weight_decay_1d", 0.0)
@@ -283,8 +284,9 @@ class MARS(Optimizer):
         self._check_capture()
         if not torch.compiler.is_compiling():
             options.check_changed(self.param_groups, self._checked)
-            for group in self.param_groups if capturing() else ():
-                options.check_captured(group)
+            if capturing():  # whoever has set `capturable` since
+                for group in self.param_groups:
+                    options.check_captured(group)
         loss = None
         if closure is not None:
             # Named here and not in evaluate: dynamo compiles only frames that mention torch.

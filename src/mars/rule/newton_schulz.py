@@ -81,7 +81,7 @@ class NewtonSchulz(NamedTuple):
         tall = X.shape[-2] > X.shape[-1]
         X = X.mT if tall else X
         table = COEFFICIENTS[self.coefficients]
-        place = X.device.type if torch.amp.is_autocast_available(X.device.type) else "cpu"
+        place = "cpu" if X.is_meta else X.device.type  # a place that knows autocast
         with torch.autocast(place, enabled=False):  # the dtype is what was asked for
             for i in range(self.steps):
                 X = step(X, *table[min(i, len(table) - 1)])
