@@ -157,7 +157,7 @@ def test_a_parabola_promises_nothing_beyond_the_rates_it_goes_through() -> None:
     found = ladders(of, [result(of, "AdamW", *key, loss) for key, loss in losses.items()])["AdamW"]
     found = replace(found, noise=0.02)
     assert (found.best, found.bracketed) == (1e-2, True)
-    assert found.between() is None
+    assert found.between(0.0) is None
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -171,11 +171,11 @@ def test_beside_a_cliff_a_parabola_promises_no_more_than_the_rates_beyond_allow(
     runs = [result(of, "AdamW", lr, 0, loss) for lr, loss in losses.items()]
     found = replace(ladders(of, runs)["AdamW"], noise=0.005)
     assert (found.best, found.bracketed) == (5e-3, True)
-    assert found.between() is None
+    assert found.between(0.0) is None
     unknown = replace(found, losses={lr: found.losses[lr] for lr in rates[1:]})
-    assert unknown.between() == (7.07e-3 if turned else 3.54e-3, pytest.approx(0.233, rel=0.01))
+    assert unknown.between(0.0) == (7.07e-3 if turned else 3.54e-3, pytest.approx(0.233, rel=0.01))
     steep = replace(found, losses=found.losses | {rates[0]: {0: 3.72}})  # 0.12 a rung, so 0.06
-    assert steep.between() == (unknown.between()[0], pytest.approx(0.06 - 0.013, rel=0.01))
+    assert steep.between(0.0) == (unknown.between(0.0)[0], pytest.approx(0.06 - 0.013, rel=0.01))
 
 
 def test_a_rate_between_two_rungs_is_not_tried_for_less_than_noise() -> None:

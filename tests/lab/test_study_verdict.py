@@ -15,7 +15,7 @@ import mars
 from mars.lab import recipes, tasks
 from mars.lab.errors import LabError
 from mars.lab.report.statistics import t_quantile
-from mars.lab.study import Arm, Claim, Comparison, times
+from mars.lab.study import Arm, Claim, Comparison, Study, times
 from mars.lab.study import fingerprint as prints
 from mars.lab.study.choice import ladders
 from mars.lab.study.fingerprint import of_arm
@@ -29,14 +29,15 @@ from mars.lab.study.times import Time
 from mars.lab.study.verdict import markdown, sentence, terminal, verdict
 
 RATES = (5e-3, 1e-2, 2e-2)
+TRIED = (5e-3, 7.07e-3, 1e-2, 1.41e-2, 2e-2)  # with the halves: nothing lies hidden between
 
 
 def grid(of, losses: dict[str, list[float]]) -> list:
-    """Losses by seed at the middle rate; both neighbours are worse by 1 at seed 0."""
+    """Losses by seed at the middle rate; all others are worse by 1 at seed 0."""
     return [
         result(of, arm, lr, seed, loss + (lr != 1e-2))
         for arm, own in losses.items()
-        for lr in RATES
+        for lr in TRIED
         for seed, loss in enumerate(own)
         if lr == 1e-2 or seed == 0
     ]
@@ -293,7 +294,7 @@ def test_seeds_needed_are_exact_in_large_numbers(n: int) -> None:
 def test_nothing_is_resolved_before_rates_are_bracketed_and_seeds_run() -> None:
     of = study()
     known = grid(of, {"AdamW": [3.0, 3.0, 3.0], "MARS": [2.0, 2.0, 2.0]})
-    edge = [r for r in known if (r.arm, r.lr) != ("AdamW", 2e-2)]
+    edge = [r for r in known if r.arm != "AdamW" or r.lr <= 1e-2]
     assert "AdamW's best rate is not bracketed" in judge(of, edge)[0].why
     few = [r for r in known if r.seed < 2]
     assert judge(of, few)[0].why == "2 of 3 seeds have been run"
@@ -302,42 +303,67 @@ def test_nothing_is_resolved_before_rates_are_bracketed_and_seeds_run() -> None:
     assert judge(of, known)[0].state == "holds"
 
 
+def between_rungs(of: Study, lead: float, **sides: tuple[float, float]) -> list[Result]:
+    """Three seeds of three rungs, by how much worse the outer two are; nothing in between."""
+    return [
+        result(of, label, lr, seed, 3.0 + more - (lead if label == "MARS" else 0.0))
+        for label, (below, above) in sides.items()
+        for lr, more in {5e-3: below, 1e-2: 0.0, 2e-2: above}.items()
+        for seed in range(3)
+    ]
+
+
 def test_a_lead_that_a_rate_between_two_rungs_may_undo_is_not_resolved() -> None:
-    """By a parabola through 3.1, 3.0 and 3.5 the baseline is 0.033 lower at 0.83 times its rate."""
+    """By a parabola through 3.1, 3.0 and 3.3 the baseline is 0.025 lower at 0.84 times its rate,
+    and by one from 3.3 to 3.0 alone, with its bottom half a rung further, 0.3/8."""
     of = study()
-    sides = {"AdamW": (0.1, 0.5), "MARS": (0.5, 0.5)}
 
     def at(lead: float) -> Judged:
-        losses = {
-            (label, lr): 3.0 + more - (lead if label == "MARS" else 0.0)
-            for label, (below, above) in sides.items()
-            for lr, more in {5e-3: below, 1e-2: 0.0, 2e-2: above}.items()
-        }
-        (found,) = judge(
-            of, [result(of, *key, seed, x) for key, x in losses.items() for seed in range(3)]
-        )
-        return found
+        return judge(of, between_rungs(of, lead, AdamW=(0.1, 0.3), MARS=(0.5, 0.5)))[0]
 
     assert at(0.04).state == "holds"
     assert at(0.03).state == "not resolved"
-    assert at(0.03).why == "AdamW may end 0.033 lower at 0.00707, between two rates tried"
-    assert at(-0.03).state == "does not hold"  # a better baseline does not make it true
+    assert at(0.03).why == "AdamW may end 0.038 lower at 0.00707, between two rates tried"
+    assert at(-0.07).state == "does not hold"  # a better baseline does not make it true
+    assert at(-0.06).why == "MARS may end 0.063 lower at 0.00707, between two rates tried"
+
+
+def test_beside_a_cliff_the_rate_half_a_rung_towards_it_is_tried() -> None:
+    """As seen of AdamW: the loss falls by 0.08 a rung, and rises by 0.4 in the next. A parabola
+    through all three has its bottom before the best rate; it may as well lie behind it.
+    """
+    of = study()
+    runs = between_rungs(of, 0.009, AdamW=(0.08, 0.4), MARS=(0.04, 0.04))
+    runs.append(result(of, "AdamW", 7.07e-3, 0, 3.03))
+    ladder = ladders(of, runs)["AdamW"]
+    assert ladder.between(0.0) is None  # on that side, nothing is promised any more
+    assert ladder.possible() == (
+        1.41e-2,
+        pytest.approx(0.03 / 3, rel=0.02),
+    )  # a half rung fell by 0.03
+    assert judge(of, runs)[0].why.startswith("AdamW may end 0.010 lower at 0.0141")
+    assert [(want.arm.label, want.lr) for want in wanted(of, runs)] == [("AdamW", 1.41e-2)]
+    tried = [*runs, result(of, "AdamW", 1.41e-2, 0, 3.1)]
+    assert ladders(of, tried)["AdamW"].possible() is None
+    assert judge(of, tried)[0].state == "holds"
+    assert wanted(of, tried) == []
 
 
 def test_a_lead_that_a_rate_with_fewer_seeds_may_undo_is_not_resolved() -> None:
-    """Lower by noise (0.01) or less says nothing; by more than twice that, it leads."""
+    """Lower by noise (0.01) or less says nothing; by more than twice that, it leads. (Of two
+    results of one run the first counts.)"""
     of = study()
     known = grid(of, {"AdamW": [3.01, 3.0, 2.99], "MARS": [2.998, 2.988, 2.978]})
     assert judge(of, known)[0].state == "holds"
 
     def beside(gain: float) -> Judged:
-        return judge(of, [*known, result(of, "AdamW", 1.41e-2, 0, 3.01 - gain)])[0]
+        return judge(of, [result(of, "AdamW", 1.41e-2, 0, 3.01 - gain), *known])[0]
 
     assert beside(0.005).state == "holds"
     assert beside(0.015).why == "AdamW ended 0.015 lower at 0.0141, with 1 seed so far"
     assert beside(0.03).why == "1 of 3 seeds have been run"
     much = grid(of, {"AdamW": [3.01, 3.0, 2.99], "MARS": [2.91, 2.90, 2.89]})
-    assert judge(of, [*much, result(of, "AdamW", 1.41e-2, 0, 2.995)])[0].state == "holds"
+    assert judge(of, [result(of, "AdamW", 1.41e-2, 0, 2.995), *much])[0].state == "holds"
 
 
 def test_a_difference_of_differences_is_paired_too() -> None:
@@ -404,7 +430,7 @@ def test_a_claim_near_its_limit_waits_for_less_than_noise() -> None:
     """Promises below the noise of one run moved 7 % of such claims over their limit, not 2.5."""
     within = Comparison(arm="MARS", baseline="AdamW", claim=Claim(kind="within", by=0.02))
     of = study(comparisons=(within,))
-    sides = {"AdamW": (0.06, 0.06), "MARS": (0.05, 0.07)}  # MARS: 0.0004 lower in between
+    sides = {"AdamW": (0.06, 0.06), "MARS": (0.05, 0.07)}  # in between 0.009 lower at most
     ends = {"AdamW": [0.02, 0.0, -0.02], "MARS": [0.02, 0.0, -0.02]}
 
     def at(lead: float) -> list[Result]:
@@ -419,7 +445,7 @@ def test_a_claim_near_its_limit_waits_for_less_than_noise() -> None:
     assert wanted(of, at(0.0)) == []
     (found,) = judge(of, at(0.0198))
     assert found.state == "not resolved"
-    assert found.why == "MARS may end 0.0004 lower at 0.00707, between two rates tried"
+    assert found.why == "MARS may end 0.009 lower at 0.00707, between two rates tried"
     assert [(want.arm.label, want.lr) for want in wanted(of, at(0.0198))] == [("MARS", 7.07e-3)]
     # A rate that was lower by more, with fewer seeds, is the larger doubt; and what it is about
     # is the arm that may undo the claim, not the other, of which as little is known.
@@ -517,7 +543,7 @@ def test_the_report_is_made_from_results_alone(tmp_path: Path) -> None:
     assert "2.5000" in text
     data = json.loads(text.split('type="application/json"')[1].split(">", 1)[1].split("<")[0])
     rates = {curve["label"]: curve for curve in data["rates"]}
-    assert [p["lr"] for p in rates["AdamW"]["points"]] == [*RATES, 4e-2]
+    assert [p["lr"] for p in rates["AdamW"]["points"]] == [*TRIED, 4e-2]
     assert rates["AdamW"]["points"][-1]["dead"] == 1
     assert write(verdict(of, []), tmp_path) == []
     assert "versions of the sources" not in text

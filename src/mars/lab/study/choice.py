@@ -141,10 +141,10 @@ class Ladder:
             return math.exp(a if fa < fc else c)
         return math.exp(min(max(found[0], a), c))
 
-    def between(self, least: float = 0.0) -> tuple[float, float] | None:
-        """The rate half a rung from the best, where the same parabola is lower, and by how much it
-        is, as far as the rates beyond allow it; None where that is no more than ``least``, or where
-        a rate so near has been tried.
+    def between(self, least: float) -> tuple[float, float] | None:
+        """The rate half a rung from the best, where the parabola of ``vertex`` is lower, and by how
+        much it is, as far as the rates beyond allow it; None where that is no more than ``least``,
+        or where a rate so near has been tried.
         """
         best = self.best
         if best is None or not self.bracketed:
@@ -154,16 +154,49 @@ class Ladder:
         found = lowest(points) if points is not None else None
         if points is None or found is None or not points[0][0] < found[0] < points[2][0]:
             return None  # nothing is promised, or only beyond the rates that it is seen from
-        up = found[0] > points[1][0]
-        side = 1 if up else -1
-        lr = float(f"{best * self.arm.factor ** (side * HALF):.3g}")
-        gain = min(points[1][1] - found[1], self._room(lr, up))
-        rungs = [side * math.log(other / best, self.arm.factor) for other in self.losses]
-        if gain <= least or any(0 < rung < HALF * CLOSE for rung in rungs):
+        lr = self._half(up=found[0] > points[1][0])
+        if lr is None:
             return None
-        return lr, gain
+        gain = min(points[1][1] - found[1], self._room(lr))
+        return (lr, gain) if gain > least else None
 
-    def _room(self, lr: float, up: bool) -> float:
+    def possible(self) -> tuple[float, float] | None:
+        """The rate half a rung from the best where most may be gained, and how much, if the loss
+        need not rise on one side as it does on the other; None where nothing may be.
+        """
+        if self.best is None or not self.bracketed:
+            return None
+        rates = [lr for lr in (self._half(up=False), self._half(up=True)) if lr is not None]
+        found = [(lr, min(self._beyond_best(lr), self._room(lr))) for lr in rates]
+        found += [promised] if (promised := self.between(0.0)) is not None else []
+        likely = [pair for pair in found if pair[1] > 0]
+        return max(likely, key=lambda pair: pair[1], default=None)
+
+    def _beyond_best(self, lr: float) -> float:
+        """How much lower than at the best rate the loss is at one behind it, if the parabola on
+        which it has fallen so far has its bottom there: so it may be beside a cliff, where one
+        through the rates on both sides has its bottom on the wrong one.
+        """
+        best = self.best
+        assert best is not None
+        fallen = [other for other in self.losses if (other < best) == (lr > best) and other != best]
+        near = min(fallen, key=lambda other: abs(math.log(other / best)))
+        seeds = self._shared([near, best])
+        (a, fa), (b, fb) = self._point(near, seeds), self._point(best, seeds)
+        reach, bottom = abs(b - a), abs(math.log(lr) - b)
+        return (fa - fb) * bottom**2 / ((reach + bottom) ** 2 - bottom**2)
+
+    def _half(self, up: bool) -> float | None:
+        """The rate half a rung above or below the best; None if one so near has been tried."""
+        best = self.best
+        assert best is not None
+        side = 1 if up else -1
+        rungs = [side * math.log(other / best, self.arm.factor) for other in self.losses]
+        if any(0 < rung < HALF * CLOSE for rung in rungs):
+            return None
+        return float(f"{best * self.arm.factor ** (side * HALF):.3g}")
+
+    def _room(self, lr: float) -> float:
         """How much lower than at the best rate the loss can be at one between it and the next.
 
         Not lower than the line that leads there through the two rates beyond, if it bends upwards
@@ -171,15 +204,16 @@ class Ladder:
         tried.
         """
         best = self.best
-        near = self.beside(best)[up] if best is not None else None
-        beyond = self.beside(near)[up] if near is not None else None
-        if best is None or near is None or beyond is None:
+        assert best is not None
+        side = 1 if lr > best else -1
+        beyond = sorted((r for r in self.losses if side * r > side * best), key=lambda r: side * r)
+        seeds = self._shared([best, *beyond[:2]])
+        if len(beyond) < 2 or not seeds:
             return math.inf
-        seeds = self._shared([beyond, near, best])
-        if not seeds or not math.isfinite(sum(self.losses[beyond].values())):
+        (_, low), (a, fa), (z, fz) = (self._point(r, seeds) for r in (best, *beyond[:2]))
+        if not math.isfinite(fa + fz):
             return math.inf
-        (z, fz), (a, fa), (_, fb) = (self._point(rate, seeds) for rate in (beyond, near, best))
-        return fb - (fa + (fa - fz) / (a - z) * (math.log(lr) - a))
+        return low - (fa + (fz - fa) / (z - a) * (math.log(lr) - a))
 
     def _shared(self, rates: Sequence[float]) -> list[int]:
         """The seeds that were run at all of these rates."""

@@ -107,7 +107,7 @@ def _other_rates(
 def _promise(ladder: Ladder) -> tuple[float, str] | None:
     """How much lower an arm may end at another rate than its best, and why."""
     name, promises = ladder.arm.name, []
-    if (between := ladder.between()) is not None:
+    if (between := ladder.possible()) is not None:
         rate, gain = between
         why = f"{name} may end {_small(gain)} lower at {rate:g}, between two rates tried"
         promises.append((gain, why))

@@ -63,9 +63,9 @@ def wanted(study: Study, results: Sequence[Result], seeds: int | None = None) ->
         is_open = arm.label in undecided
         many = max(study.seeds, seeds or 0) if is_open else study.seeds
         ladder = found[arm.label]
-        # Until a verdict waits for less, only what is promised beyond noise is worth a run.
-        least = 0.0 if arm.label in doubted else ladder.noise
-        between = ladder.between(least) if is_open else None
+        between = ladder.between(ladder.noise) if is_open else None
+        if between is None and arm.label in doubted:
+            between = ladder.possible()
         own = _of_arm(ladder, range(many), between, arm.label in about_rates)
         runs += [((not is_open, want.stage, want.seed, place), want) for want in own]
     return [want for _, want in sorted(runs, key=lambda pair: pair[0])]
