@@ -39,7 +39,7 @@ def test_a_decay_that_is_for_matrices_alone(
     optimizer = MARS(
         [*groups, {"params": [nn.Parameter(torch.ones(3))], **own}], lr_1d=1e-2, **given
     )
-    expected = "weight_decay=0.01 is for what MARS trains; what AdamW trains (1 tensors: "
+    expected = "weight_decay=0.01 is for what MARS trains; what AdamW trains (1 tensor: "
     assert [text[: len(expected)] for text in caplog.messages] == [expected] * told
     assert optimizer.defaults["weight_decay_1d"] == 0.1
 
@@ -106,12 +106,56 @@ def test_tables_whose_names_say_nothing(caplog: Log) -> None:
     tall, hidden, low = (nn.Parameter(torch.zeros(s)) for s in ((2000, 64), (64, 64), (2000, 8)))
     MARS([hidden, low], mars_type="mars-m")
     MARS([tall])
-    MARS(mars.param_groups([("a", hidden), ("b", tall)], mars_type="mars-m"))
-    assert caplog.messages == []
-    MARS([hidden, tall], mars_type="mars-shampoo")
-    assert (
-        "a tensor of shape (2000, 64): by its name or shape an embedding or a head" in caplog.text
+    layers = [("up", hidden), ("layers.0.up", tall)]  # one of many is no head
+    MARS(mars.param_groups(layers, mars_type="mars-m"))
+    MARS(
+        mars.param_groups([("up", hidden), ("b", tall)], mars_type="mars-m", routes=[("b", "mars")])
     )
+    assert caplog.messages == []
+    MARS([hidden, tall], mars_type="mars-shampoo", lr=0.032, lr_1d=0.016)
+    assert "a tensor of shape (2000, 64): by name or shape an embedding or a head" in caplog.text
+    assert "mars.param_groups(model, mars_type='mars-shampoo')" in caplog.text
+
+
+def test_output_layers_that_names_do_not_tell_are_told_by_their_shape(caplog: Log) -> None:
+    """Megatron pads the table, so that it has not the shape of the head; to know names was to be
+    told less.
+    """
+    head, hidden = (nn.Parameter(torch.zeros(s)) for s in ((1000, 64), (64, 64)))
+    named = [("l.weight", hidden), ("towards_tokens.weight", head)]
+    for given in (named, mars.param_groups(named, mars_type="mars-m")):
+        caplog.clear()
+        MARS(given, mars_type="mars-m")
+        assert "towards_tokens.weight: by name or shape an embedding or a head" in caplog.text
+    assert "routes=[('towards_tokens', 'adamw')]" in caplog.text
+    caplog.clear()
+    routes = [("towards_tokens", "adamw")]
+    MARS(mars.param_groups(named, mars_type="mars-m", routes=routes), lr=3e-3)
+    assert caplog.messages == []
+
+
+def test_a_rate_of_adamws_for_mars_shampoo(caplog: Log) -> None:
+    """The commonest mistake, and it was silent: AdamW's rate, or the default."""
+    layer = nn.Linear(4, 4)
+    for given in ({"lr": 1e-3, "lr_1d": 1e-3}, {"lr": 1e-3}, {}):
+        caplog.clear()
+        MARS(mars.param_groups(layer, mars_type="mars-shampoo"), **given)
+        (text,) = caplog.messages
+        assert text.endswith("whatever AdamW's rate is: begin with lr=0.032, lr_1d=0.016")
+    caplog.clear()
+    MARS(mars.param_groups(layer, mars_type="mars-shampoo"), lr=0.008, lr_1d=0.004)
+    MARS(mars.param_groups(layer, mars_type="mars-shampoo"), lr=0.0)  # frozen
+    MARS(mars.param_groups(layer, mars_type="mars-m"), lr=3e-3)
+    assert not [text for text in caplog.messages if "far below" in text]
+
+
+def test_frozen_parameters_are_no_reason_for_advice(caplog: Log) -> None:
+    """Beside adapters nearly all are, and are trained by nobody."""
+    model = nn.ModuleDict({"embed_tokens": nn.Embedding(2000, 64), "l": nn.Linear(64, 64)})
+    model.requires_grad_(False)
+    model["lora_A"] = nn.Linear(64, 8, bias=False)
+    MARS(model.named_parameters(), mars_type="mars-m", lr=1e-3, weight_decay=0.01)
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("matrix", [False, True])

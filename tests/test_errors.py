@@ -26,7 +26,10 @@ def weight() -> nn.Parameter:
         ({"lr": "0.1"}, "Invalid learning rate: '0.1'"),
         ({"lr": torch.tensor([0.1, 0.1])}, "Tensor lr must be 1-element"),
         ({"lr": torch.tensor(1j)}, "Invalid learning rate: tensor"),
-        ({"betas": (1.0, 0.9)}, r"Invalid beta parameter at index 0: 1.0 \(must be in \[0, 1\)\)"),
+        (
+            {"betas": (1.0, 0.9)},
+            r"index 0: 1.0 \(betas=\(1.0, 0.9\): both must be numbers in \[0, 1\)\)",
+        ),
         ({"betas": (0.9, -0.1)}, "Invalid beta parameter at index 1: -0.1"),
         ({"betas": 0.9}, "Invalid betas: 0.9"),
         ({"betas": np.array(0.9)}, r"Invalid betas: array\(0.9\) .*must be a pair"),
@@ -34,7 +37,7 @@ def weight() -> nn.Parameter:
         ({"betas": b"ab"}, "Invalid betas: b'ab'.*must be a pair"),
         ({"betas": (0.9, 0.9, 0.9)}, "must be a pair"),
         ({"betas": (0.9, torch.tensor(0.9))}, "betas must be either both floats or both Tensors"),
-        ({"betas_1d": (0.9, 2.0)}, "Invalid beta parameter at index 1 of betas_1d: 2.0"),
+        ({"betas_1d": (0.9, 2.0)}, r"Invalid beta parameter at index 1: 2.0 \(betas_1d="),
         ({"eps": -1e-8}, "Invalid epsilon value: -1e-08"),
         ({"weight_decay": -1}, "Invalid weight_decay value: -1"),
         ({"weight_decay_1d": -1}, "Invalid weight_decay_1d: -1"),
@@ -184,7 +187,7 @@ def test_embeddings_known_by_name_are_not_orthogonalised_without_a_word(
     MARS(mars.param_groups(model, mars_type="mars-m"), lr_1d=1e-3)
     assert not caplog.records
     MARS.from_adamw(torch.optim.AdamW(model.named_parameters()), mars_type="mars-m")
-    assert "wte.weight: by its name or shape an embedding" in caplog.text
+    assert "wte.weight: by name or shape an embedding" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 import pytest
@@ -603,3 +604,79 @@ def test_explain_tells_the_rates_and_decays_that_count_now() -> None:
         ("vectors", "plain-adamw", "0.008", "0"),
         ("head", "plain-adamw", "0.008", "0.05"),
     }
+
+
+class Parts(nn.Module):
+    """A model of named parts."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+def names_of(groups: mars.groups.ParamGroups) -> dict[str, str]:
+    return {name: group["name"] for group in groups for name, _ in group["params"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("cls_classifier", "head"),  # of DeiT
+        ("class_labels_classifier", "head"),  # of DETR
+        ("output_layer", "head"),  # of Megatron
+        ("out", "head"),
+        ("to_logits", "head"),
+        ("embeddings_project", "matrices"),  # of Electra
+        ("embedding_hidden_mapping_in", "matrices"),  # of ALBERT
+    ],
+)
+def test_output_layers_and_layers_beside_tables_as_models_call_them(name: str, role: str) -> None:
+    model = Parts(wte=nn.Embedding(9, 4), **{name: nn.Linear(4, 4, bias=False)})
+    groups = mars.param_groups(model, mars_type="mars-m")
+    assert names_of(groups)[f"{name}.weight"] == role
+
+
+def test_parametrized_weights_are_what_the_weight_is() -> None:
+    """Under weight_norm the module's weight is computed: tables went to the matrices, and so did
+    the magnitudes, which an orthogonal step would have made alike.
+    """
+    normed = nn.utils.parametrizations.weight_norm
+    model = Parts(wte=normed(nn.Embedding(9, 4)), up=normed(nn.Linear(4, 6, bias=False)))
+    found = names_of(mars.param_groups(model, mars_type="mars-m"))
+    prefix = "parametrizations.weight.original"
+    assert found == {
+        f"wte.{prefix}0": "embeddings", f"wte.{prefix}1": "embeddings",
+        f"up.{prefix}0": "vectors", f"up.{prefix}1": "matrices",
+    }  # fmt: skip
+
+
+def test_single_rows_are_no_matrices_to_types_of_matrices() -> None:
+    """The gate of a shared expert; the class token of a ViT, where convolutions are flattened."""
+    model = Parts(gate=nn.Linear(4, 1, bias=False), up=nn.Linear(4, 4, bias=False))
+    model.cls = nn.Parameter(torch.zeros(1, 1, 4))
+    one = {"cls": "vectors", "gate.weight": "vectors", "up.weight": "matrices"}
+    assert names_of(mars.param_groups(model, mars_type="mars-m", matrix_rule="flatten")) == one
+    lion = names_of(mars.param_groups(model, mars_type="mars-lion"))
+    assert lion == {**one, "gate.weight": "matrices"}
+
+
+@pytest.mark.parametrize("given", ["head", "embeddings"])
+def test_options_for_what_was_not_recognised_are_told(given: str) -> None:
+    with pytest.warns(UserWarning, match=f"{given}='no-decay': no parameter was recognised"):
+        mars.param_groups(nn.Linear(4, 4), mars_type="mars-m", **{given: "no-decay"})
+
+
+def test_the_table_says_that_no_output_layer_was_recognised() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    said, advised = str(mars.param_groups(net, mars_type="mars-m")).splitlines()[-2:]
+    assert said.startswith("No output layer was recognised. If 1.weight is one, leave it to AdamW:")
+    routes = ast.literal_eval(advised.removeprefix("routes="))
+    groups = mars.param_groups(net, mars_type="mars-m", routes=routes)
+    assert [name for name, _ in groups[-1]["params"]] == ["1.weight"]
+    for silent in (
+        mars.param_groups(net),  # any type takes it
+        mars.param_groups(Gpt(), mars_type="mars-m"),
+        groups,
+    ):
+        assert "No output layer" not in str(silent)

@@ -9,14 +9,18 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
 
-from mars.groups import is_table
 from mars.options import SMALLEST_BASE_LR, as_float, ratio_1d
+from mars.roles import in_layers, is_table
 from mars.rule import KINDS
 from mars.state import kind_of
 
 logger = logging.getLogger("mars")
 
 DEFAULT_LR_1D = 3e-3
+# Where to begin with types whose rate does not follow from AdamW's (docs/choosing.md), and the rate
+# that is far below all that were best.
+BEGIN = {"mars-shampoo": "lr=0.032, lr_1d=0.016", "mars-lion": "lr a tenth of AdamW's"}
+FAR_BELOW = {"mars-shampoo": 4e-3}
 FLAT = 1 << 16  # numbers of a tensor that may have been matrices
 WIDE, TALL = 64, 10  # columns, and rows over columns, of what is a table if it has no name
 
@@ -30,14 +34,28 @@ def warn(groups: Sequence[dict[str, Any]], lr: float, lr_1d: float, weight_decay
     _warn_about_more_dimensions(groups)
 
 
-THEIRS = "what AdamW trains ({} tensors: biases, norms, what is routed to it)"
+THEIRS = "what AdamW trains ({}: biases, norms, what is routed to it)"
+
+
+def _tensors(count: int) -> str:
+    return "1 tensor" if count == 1 else f"{count} tensors"
 
 
 def _warn_about_rates(groups: Sequence[dict[str, Any]], lr: float, lr_1d: float) -> None:
-    """A small lr beside the default lr_1d is a trap: most people mean both."""
+    """A small lr beside the default lr_1d is a trap: most people mean both. So is AdamW's rate, or
+    the default, for a type that wants ten times as much.
+    """
+    for group in groups:
+        kind, rate = group["mars_type"], as_float(group["lr"])
+        if SMALLEST_BASE_LR < rate <= FAR_BELOW.get(kind, 0.0):
+            logger.warning(
+                "lr=%g is far below what is best for %s from scratch, whatever AdamW's rate is: "
+                "begin with %s", rate, kind, BEGIN[kind],
+            )  # fmt: skip
+            return
     own = [group for group in groups if group["lr_1d"] == lr_1d]
     count = sum(len(_adamws(group)) for group in own)
-    theirs = THEIRS.format(count)
+    theirs = THEIRS.format(_tensors(count))
     if count and lr <= SMALLEST_BASE_LR:
         logger.warning(
             "lr_1d=%g is kept as a ratio to lr, which is %g: %s will be trained at whatever lr "
@@ -46,7 +64,8 @@ def _warn_about_rates(groups: Sequence[dict[str, Any]], lr: float, lr_1d: float)
     elif count and lr_1d == DEFAULT_LR_1D and lr < lr_1d / 2:
         logger.warning(
             "lr=%g is for what MARS trains. The rate of %s is lr_1d=%g, %.3g times more: set "
-            "lr_1d, or use MARS.from_adamw", lr, theirs, lr_1d, lr_1d / lr,
+            "lr_1d=%g if you meant one rate for all, or use MARS.from_adamw",
+            lr, theirs, lr_1d, lr_1d / lr, lr,
         )  # fmt: skip
     elif count and lr_1d == DEFAULT_LR_1D and lr > lr_1d * 100:
         logger.warning(
@@ -108,11 +127,11 @@ def warn_about_their_decay(
         return False
     if isinstance(decay, Tensor) or decay in (0, theirs):
         return False
-    count = len(added["params"] if routed else _vectors(added))
+    count = len(_trained(added) if routed else _vectors(added))
     if count:
         logger.warning(
             "weight_decay=%g is for what MARS trains; %s decays by weight_decay_1d, %g by default: "
-            "set that too if you meant both", decay, THEIRS.format(count), theirs,
+            "set that too if you meant both", decay, THEIRS.format(_tensors(count)), theirs,
         )  # fmt: skip
     return bool(count)
 
@@ -120,7 +139,7 @@ def warn_about_their_decay(
 def _warn_about_flat_tensors(groups: Sequence[dict[str, Any]]) -> None:
     """FSDP1 and DeepSpeed hand over flat tensors, all of which AdamW would train without a word."""
     asked = [p for group in groups for p in _left(group)]
-    every = [p for group in groups for p in group["params"]]
+    every = [p for group in groups for p in _trained(group)]
     flat = not any(p.ndim > 1 or isinstance(p, UninitializedParameter) for p in every)
     # A bias that has an optimizer of its own, as in backward, is none of theirs.
     if asked and flat and (len(every) > 1 or every[0].numel() >= FLAT):
@@ -132,7 +151,7 @@ def _warn_about_flat_tensors(groups: Sequence[dict[str, Any]]) -> None:
 
 def _warn_about_more_dimensions(groups: Sequence[dict[str, Any]]) -> None:
     """A network of convolutions, or of experts in stacks, would hardly be trained by MARS."""
-    trained = [p for group in groups for p in group["params"] if p.requires_grad]
+    trained = [p for group in groups for p in _trained(group)]
     if any(isinstance(p, UninitializedParameter) for p in trained):
         return  # nobody knows yet
     adamws = {p for group in groups for p in _left(group) if p.ndim > 2}
@@ -147,44 +166,57 @@ def _warn_about_more_dimensions(groups: Sequence[dict[str, Any]]) -> None:
         )  # fmt: skip
 
 
+def _trained(group: dict[str, Any]) -> list[Tensor]:
+    """Without what is frozen: beside adapters, nearly all."""
+    return [p for p in group["params"] if p.requires_grad]
+
+
 def _vectors(group: dict[str, Any]) -> list[Tensor]:
     """What AdamW trains in a group of MARS, because it is no matrix."""
     if group["optimize_1d"]:
         return []
-    return [p for p in group["params"] if kind_of(p, group) != group["mars_type"]]
+    return [p for p in _trained(group) if kind_of(p, group) != group["mars_type"]]
 
 
 def _left(group: dict[str, Any]) -> list[Tensor]:
     """What AdamW trains because it is no matrix; of groups of param_groups, too."""
     by_routing = group["mars_type"] == "plain-adamw" and group.get("name") == "vectors"
-    return group["params"] if by_routing else _vectors(group)
+    return _trained(group) if by_routing else _vectors(group)
 
 
 def _adamws(group: dict[str, Any]) -> list[Tensor]:
     """What AdamW trains at lr_1d: no matrices, and what is routed to it."""
     routed = group["mars_type"] == "plain-adamw" and group["lr_1d"] != group["lr"]
-    return group["params"] if routed else _vectors(group)
+    return _trained(group) if routed else _vectors(group)
 
 
 def _all_adamws(group: dict[str, Any]) -> bool:
-    return bool(group["params"]) and len(_vectors(group)) == len(group["params"])
+    trained = _trained(group)
+    return bool(trained) and len(_vectors(group)) == len(trained)
 
 
 def _warn_about_tables(groups: Sequence[dict[str, Any]]) -> None:
-    """Orthogonal steps are for hidden matrices; where names are known, so is what is none."""
-    found = []
+    """Orthogonal steps are for hidden matrices: names and shapes tell what is hardly one."""
+    found, kinds, routed = [], set(), False
     for group in groups:
-        if "name" in group:
-            continue  # param_groups has asked
+        if group.get("name", "matrices") != "matrices":
+            continue  # a route of the user's
         names = group.get("param_names", [""] * len(group["params"]))
         for name, p in zip(names, group["params"], strict=True):
-            if KINDS[kind_of(p, group)].matrix and (is_table(name, p) if name else _tall(p)):
+            kind = kind_of(p, group)
+            table = is_table(name, p) or (_tall(p) and not in_layers(name))
+            if p.requires_grad and KINDS[kind].matrix and table:
                 found.append(name or f"a tensor of shape {tuple(p.shape)}")
+                kinds.add(kind)
+                routed |= "name" in group
     if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        kind = min(kinds)
         logger.warning(
-            "%s%s: by its name or shape an embedding or a head, whose rows an orthogonal step "
-            "would mix. If so, mars.param_groups leaves it to AdamW",
-            ", ".join(found[:3]), f" and {len(found) - 3} more" if len(found) > 3 else "",
+            "%s%s: by name or shape an embedding or a head, whose rows %s would mix in an "
+            "orthogonal step. To leave such to AdamW: %s", ", ".join(found[:3]), more, kind,
+            f"mars.param_groups(..., routes=[({found[0].removesuffix('.weight')!r}, 'adamw')])"
+            if routed else f"mars.param_groups(model, mars_type={kind!r})",
         )  # fmt: skip
 
 

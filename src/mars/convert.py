@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import AdamW
 
+from mars.advice import BEGIN
 from mars.options import CHECKS, METADATA, as_float
 from mars.rule.estimator import noise_ratio
 from mars.table import format_table
@@ -187,5 +188,5 @@ def _factors(rule: str, settings: dict[str, Any], beta1: float) -> tuple[float, 
         return 1.0, 1.0
     raise ValueError(
         f"no rule keeps the size of AdamW's step for {mars_type!r}: its steps are of another "
-        "kind. Construct MARS directly and tune lr"
+        f"kind. Construct MARS directly, begin with {BEGIN[mars_type]}, and tune lr"
     )

@@ -7,6 +7,8 @@ parameter  shape    count  group       trained by   lr     weight_decay
 1.weight   (4, 4)      16  matrices    mars-m       0.02   default
 0.weight   (10, 4)     40  embeddings  plain-adamw  lr_1d  weight_decay_1d
 1.bias     (4,)         4  vectors     plain-adamw  lr_1d  weight_decay_1d
+No output layer was recognised. If 1.weight is one, leave it to AdamW:
+routes=[('^1[.]weight$', 'adamw')]
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mars.options import as_float, check_known, check_values, with_names
+from mars.roles import in_layers, roles
 from mars.rule import KINDS
 from mars.state import kind_of
 from mars.table import format_table
@@ -31,27 +34,6 @@ ADAMW_OPTIONS = {"betas": "betas_1d", "weight_decay": "weight_decay_1d"}
 
 # Options that decide the routing, with the defaults of MARS.
 ROUTED_BY = {"mars_type": "mars-adamw", "matrix_rule": "2d", "optimize_1d": False}
-
-# Modules whose whole name it is, or that end so: "time_emb_proj" and "linear_pos" are layers like
-# others; and parameters of their own, as "rel_pos_h".
-_EMBEDDING = re.compile(
-    r"(^|[._])(wte|wpe|emb|(tok|pos)?embed\w*(?<!proj)|cls_token|bias_table|A_log)(\.|$)"
-    r"|(^|\.)pos\.|(^|[._])pos(_(?!proj)\w+)?$"
-)
-_PATCHES = re.compile(r"(^|[._])patch_?embed")
-_HEAD = re.compile(
-    r"(^|\.)((\w+_)?heads?|classifier|score|embed_out|qa_outputs|logits_proj)(\.|$)|^(fc|output)\."
-)
-# However many dimensions they have: those of experts are stacked, those of attention one a head.
-_BIAS = re.compile(r"(^|[._])bias(es|_[uv])?$")
-_NUMBERED = re.compile(r"\.\d+\.")  # a layer of many
-_DEEP = re.compile(r"\.\d+\.\w+\.")  # in one that is more than a layer: "3.mlp.", not "6.weight"
-# Modules that hold a model and nothing else call it so.
-_HOLDERS = ("model.", "net.", "network.", "base_model.")
-# What torch.compile, DDP, FSDP and checkpointing put into names: a wrapped model is routed alike.
-_WRAPPED = re.compile(
-    r"^(module\.)+|(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
-)
 
 
 class ParamGroups(list[dict[str, Any]]):
@@ -86,8 +68,29 @@ class ParamGroups(list[dict[str, Any]]):
                 ))  # fmt: skip
         return format_table(rows, right=(2,))
 
+    def without_head(self) -> str | None:
+        """The last of the matrices that are orthogonalised, where none was known as the head."""
+        names = [group.get("name") for group in self]
+        if "head" in names or any(str(name).startswith("route") for name in names):
+            return None
+        matrices = [
+            name
+            for group in self
+            if group.get("name") == "matrices" and KINDS[group["mars_type"]].matrix
+            for name, p in group["params"]
+        ]
+        return matrices[-1] if matrices and not in_layers(matrices[-1]) else None
+
     def __str__(self) -> str:
-        return self.table()
+        last = self.without_head()
+        if last is None:
+            return self.table()
+        pattern = f"^{last.replace('.', '[.]')}$"
+        return (
+            f"{self.table()}\n"
+            f"No output layer was recognised. If {last} is one, leave it to AdamW:\n"
+            f"routes=[({pattern!r}, 'adamw')]"
+        )
 
 
 def resolve(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -184,24 +187,17 @@ def param_groups(
     if not {**options, **(vectors if isinstance(vectors, dict) else {})}.get("optimize_1d"):
         destinations["vectors"] = _of_adamw(destinations["vectors"])
     named = _named_parameters(model)
-    tables = _embedding_tables(model)
-    norms = _norms(model)
-    bare = _bare_names([name for name, _ in named])
-    matrix_rule = options.get("matrix_rule", "2d")
-    outputs = _outputs([(name, p) for name, (_, p) in zip(bare, named, strict=True)], tables)
+    usual_roles = roles(model, named, mars_type, options.get("matrix_rule", "2d"))
     members: dict[str, list[tuple[str, Tensor]]] = {"matrices": []}
     seen: dict[Tensor, str] = {}
-    for (name, p), known in zip(named, bare, strict=True):
+    for (name, p), role in zip(named, usual_roles, strict=True):
         if p in seen:
             raise ValueError(f"parameter {name!r} is also given as {seen[p]!r}")
         seen[p] = name
-        role: int | str | None = _route(name, p, routes)
-        if role is None:
-            role = "vectors" if p in norms else _role(known, p, tables, matrix_rule)
-            role = "head" if role == "matrices" and p in outputs else role
-        if isinstance(role, int):
-            pattern, destination = routes[role]
-            role = f"route {role}: {_text(pattern)}"
+        i = _route(name, p, routes)
+        if i is not None:
+            pattern, destination = routes[i]
+            role = f"route {i}: {_text(pattern)}"
             destinations[role] = destination
         members.setdefault(role, []).append((name, p))
     routed = {**ROUTED_BY, "mars_type": mars_type}
@@ -214,81 +210,18 @@ def param_groups(
     for i, (pattern, _) in enumerate(routes):
         if not any(role.startswith(f"route {i}:") for role in members):
             warnings.warn(f"route {i}, {pattern!r}: no parameter was left for it", stacklevel=2)
+    for what, asked in (("embeddings", embeddings), ("head", head)):
+        if asked is not None and what not in members:
+            tied = " (one that is tied to its table counts as embeddings)" if what == "head" else ""
+            warnings.warn(
+                f"{what}={asked!r}: no parameter was recognised as such{tied}; "
+                "routes=[(pattern, destination)] go by names",
+                stacklevel=2,
+            )
     count = sum(len(group["params"]) for group in groups)
     if count != len(named):  # the routing is total by construction; say so if that breaks
         raise RuntimeError(f"{len(named)} parameters, but {count} were routed")
     return groups
-
-
-def _embedding_tables(model: object) -> set[Tensor]:
-    if not isinstance(model, nn.Module):
-        return set()
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    return {module.weight for module in model.modules() if isinstance(module, kinds)}
-
-
-def _norms(model: object) -> set[Tensor]:
-    """What scales and shifts: of a LayerNorm over two dimensions it has two."""
-    if not isinstance(model, nn.Module):
-        return set()
-    kinds = [m for m in model.modules() if type(m).__name__.endswith("Norm")]
-    return {p for module in kinds for p in module.parameters(recurse=False)}
-
-
-def _bare_names(names: Sequence[str]) -> list[str]:
-    """Names as they are in the model itself, without what wraps it: Lightning's module that holds
-    nothing but the model, say.
-    """
-    bare = []
-    for name in names:
-        while (less := _WRAPPED.sub("", name)) != name:
-            name = less
-        bare.append(name)
-    while any(all(name.startswith(holder) for name in bare) for holder in _HOLDERS):
-        bare = [name.split(".", 1)[1] for name in bare]
-    return bare
-
-
-def _outputs(named: Sequence[tuple[str, Tensor]], tables: set[Tensor]) -> set[Tensor]:
-    """The output layers: by shape, and by names outside of numbered layers, where "heads" are
-    those of attention.
-    """
-    below: dict[str, list[tuple[str, Tensor]]] = {}
-    for name, p in named:
-        found = _HEAD.search(name)
-        if p.ndim < 2 or p in tables or is_table(name, p) or found is None:
-            continue
-        if not _NUMBERED.search(name[: found.start() + 1]):
-            below.setdefault(name[: found.end()], []).append(("." + name[found.end() :], p))
-    outputs = {p for layers in below.values() for p in _last_layers(layers)}
-    by_shape = _head_by_shape([p for _, p in named], tables)
-    return outputs if by_shape is None else outputs | {by_shape}
-
-
-def _last_layers(layers: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-    """What is called a head may be a classifier of three layers, several heads or a whole model:
-    those are hidden whose rows are the columns of a later one, and what lies in numbered layers.
-    """
-    if len(layers) == 1:
-        return [layers[0][1]]
-    return [
-        p
-        for i, (name, p) in enumerate(layers)
-        if not _DEEP.search(name) and all(q.shape[1] != p.shape[0] for _, q in layers[i + 1 :])
-    ]
-
-
-def _head_by_shape(parameters: Sequence[Tensor], tables: set[Tensor]) -> Tensor | None:
-    """The last matrix, if it alone has the shape of the largest table, of more rows than columns:
-    whatever it is called, it turns vectors into tokens.
-    """
-    whole = (table for table in tables if table.ndim == 2)  # FSDP1 has flattened them
-    largest = max(whole, key=lambda table: table.numel(), default=None)
-    if largest is None or largest.shape[0] <= largest.shape[1]:
-        return None
-    matrices = [p for p in parameters if p.ndim == 2 and p not in tables]
-    alike = [p for p in matrices if p.shape == largest.shape]
-    return alike[0] if len(alike) == 1 and alike[0] is matrices[-1] else None
 
 
 def _route(name: str, p: Tensor, routes: Sequence[Route]) -> int | None:
@@ -307,22 +240,6 @@ def _text(pattern: object) -> str:
     if isinstance(pattern, (str, re.Pattern)):
         return str(getattr(pattern, "pattern", pattern))
     return str(getattr(pattern, "__name__", ""))
-
-
-def _role(name: str, p: Tensor, tables: set[Tensor], matrix_rule: str) -> str:
-    """One of the usual ones, but for the head, by the bare name and the shape."""
-    shape = {"mars_type": "mars-adamw", "matrix_rule": matrix_rule, "optimize_1d": False}
-    if p in tables or is_table(name, p):
-        return "embeddings"
-    if _BIAS.search(name):
-        return "vectors"
-    return "matrices" if kind_of(p, shape) == "mars-adamw" else "vectors"
-
-
-def is_table(name: str, p: Tensor) -> bool:
-    """By the name of its module: what lies deeper in an "embedder" is a network of its own."""
-    own = ".".join(name.split(".")[-2:])
-    return p.ndim >= 2 and bool(_EMBEDDING.search(own) or _PATCHES.search(name))
 
 
 def _of_adamw(to: Destination) -> Destination:

@@ -33,7 +33,7 @@ PARTS = {"data": "data", "config": "model or schedule", "code": "training code",
 TRAINING = (
     "rule/*.py", "engines/*.py", "engines/fused/*.py", "optimizer.py", "options.py", "state.py",
     "loading.py", "exact.py", "collect.py", "clipping.py", "dispatch.py", "plan.py", "groups.py",
-    "sharding.py", "exchange.py",
+    "roles.py", "sharding.py", "exchange.py",
     "lab/models/*.py", "lab/data/batches.py", "lab/data/shards.py", "lab/data/sources.py",
     "lab/data/tokenizers.py", "lab/images/augment.py", "lab/tasks/*.py", "lab/loop.py",
     "lab/graphs.py", "lab/muon.py", "lab/schedule.py", "lab/optimizers.py", "lab/wrapping.py",
