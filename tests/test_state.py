@@ -570,7 +570,7 @@ def test_parameters_in_another_order_are_refused_if_their_names_are_known() -> N
     "option",
     [
         {"clip": "x"}, {"second_moment": "foo"}, {"matrix_rule": "3d"}, {"ns_dtype": "int"},
-        {"state_dtype": torch.bfloat16}, {"max_grad_norm": 0.0},
+        {"state_dtype": torch.int32}, {"max_grad_norm": 0.0},
     ],
 )  # fmt: skip
 def test_a_word_that_a_group_is_given_later_is_checked(option: dict) -> None:
@@ -581,6 +581,18 @@ def test_a_word_that_a_group_is_given_later_is_checked(option: dict) -> None:
     with pytest.raises(ValueError, match=f"Invalid {name}"):
         optimizer.step()
     assert torch.equal(p, before)
+
+
+def test_a_dtype_of_torch_may_be_written_into_a_group() -> None:
+    """As the constructor takes it."""
+    p = nn.Parameter(torch.ones(3, 3))
+    optimizer = MARS([p], mars_type="mars-m")
+    group = optimizer.param_groups[0]
+    group.update({"ns_dtype": torch.float32, "state_dtype": {"exp_avg": torch.bfloat16}})
+    p.grad = torch.ones(3, 3)
+    optimizer.step()
+    assert (group["ns_dtype"], group["state_dtype"]) == ("float32", {"exp_avg": "bfloat16"})
+    assert optimizer.state[p]["exp_avg"].dtype == torch.bfloat16
 
 
 def test_dtypes_by_name_or_as_torch_has_them() -> None:
@@ -1036,3 +1048,51 @@ def test_a_group_that_was_taken_out_is_let_go() -> None:
     optimizer.step()
     gc.collect()
     assert gone() is None
+
+
+def test_a_named_group_that_was_changed_by_hand_can_be_saved_and_loaded() -> None:
+    """As torch.optim.AdamW can: what is unfrozen is often added so."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    optimizer = MARS(list(model.named_parameters())[:3], lr=0.01)
+    optimizer.param_groups[0]["params"] += list(model.parameters())[3:]
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    assert len(optimizer.state) == 6
+    saved["state"][5]["exp_avg"] = torch.zeros(2)
+    with pytest.raises(ValueError, match="state of parameter 5: exp_avg has shape"):
+        optimizer.load_state_dict(saved)
+
+
+def test_after_a_parameter_was_taken_out_errors_name_no_other() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 3)})
+    groups = [{"params": list(layer.named_parameters())} for layer in model.values()]
+    optimizer = MARS(groups, lr=0.01)
+    del optimizer.param_groups[0]["params"][0]
+    model["b"](model["a"](torch.ones(1, 4))).sum().backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][2]["exp_avg"] = torch.zeros(2)
+    with pytest.raises(ValueError, match=r"state of parameter 2 \(bias\): exp_avg has shape"):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("other", ["NAdam", "Adam"])
+def test_plain_adamw_goes_on_with_the_state_of_adamw_alone(other: str) -> None:
+    """Of an Adam without decay too, which steps as AdamW does."""
+    p = nn.Parameter(torch.ones(3, 3))
+
+    def saved(decay: float) -> dict:
+        p.grad = torch.ones(3, 3)
+        of = getattr(torch.optim, other)([p], lr=0.01, weight_decay=decay)
+        of.step()
+        return of.state_dict()
+
+    optimizer = MARS([p], mars_type="plain-adamw")
+    with pytest.raises(ValueError, match="goes on with the state of an AdamW alone"):
+        optimizer.load_state_dict(saved(1.0))
+    assert not optimizer.state
+    if other == "Adam":
+        optimizer.load_state_dict(saved(0.0))
+        assert optimizer.param_groups[0]["lr"] == 0.01

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -175,6 +175,12 @@ def _completed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, An
             f"moments {whole['mars_type']} cannot continue. MARS.from_adamw makes a MARS of an "
             "AdamW; groups of mars_type='plain-adamw' go on with its state"
         )
+    coupled = saved.get("decoupled_weight_decay") is False and saved.get("weight_decay", 0) != 0
+    if foreign and (coupled or "momentum_decay" in saved):
+        raise ValueError(
+            "the state dict was saved by NAdam, or by an Adam that adds its decay to the gradient: "
+            "plain-adamw goes on with the state of an AdamW alone"
+        )
     if foreign:
         check_values(whole)
         whole["lr_1d"] = whole["base_lr"] = as_float(whole["lr"])  # AdamW's, whose rate is lr
@@ -201,23 +207,37 @@ def _checked(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, A
     for group in state_dict["param_groups"]:
         check_values({**optimizer.defaults, **group}, moved=True)
         check_differentiable(group, optimizer.defaults)
-    names, saved_names = (
-        list(chain.from_iterable(g.get("param_names", ()) for g in groups))
-        for groups in (optimizer.param_groups, state_dict["param_groups"])
-    )
-    if names != saved_names and sorted(names) == sorted(saved_names):
-        i = next(i for i, (a, b) in enumerate(zip(names, saved_names, strict=True)) if a != b)
+    names = _names(optimizer.param_groups)
+    both = [
+        (i, name, saved)
+        for i, (name, saved) in enumerate(
+            zip(names, _names(state_dict["param_groups"]), strict=True)
+        )
+        if name and saved
+    ]
+    moved = next((known for known in both if known[1] != known[2]), None)
+    if moved and sorted(name for _, name, _ in both) == sorted(saved for *_, saved in both):
+        i, name, saved_name = moved
         raise ValueError(
-            f"the parameters have another order here: number {i} is {names[i]!r}, and in the state "
-            f"dict {saved_names[i]!r}. Give them to the optimizer in the order of then"
+            f"the parameters have another order here: number {i} is {name!r}, and in the state "
+            f"dict {saved_name!r}. Give them to the optimizer in the order of then"
         )
     order = {id(p): i for i, p in enumerate(chain.from_iterable(
         g["params"] for g in optimizer.param_groups))}  # fmt: skip
     for p, saved, group in _matched(optimizer, state_dict):
         i = order[id(p)]
-        who = f"parameter {i}" + (f" ({names[i]})" if names else "")
+        who = f"parameter {i}" + (f" ({names[i]})" if names[i] else "")
         _check_buffers(who, p, saved, group)
     return state_dict
+
+
+def _names(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of all parameters in order; empty in a group that somebody has changed by hand since."""
+    names: list[str] = []
+    for group in groups:
+        count, known = len(group["params"]), group.get("param_names", ())
+        names += known if len(known) == count else [""] * count
+    return names
 
 
 def _check_buffers(who: str, p: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:

@@ -153,8 +153,8 @@ def check_known(names: Mapping[str, Any], where: str) -> None:
         close = difflib.get_close_matches(str(name), CHECKS, n=1, cutoff=0.7)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise TypeError(
-            f"{where}: unknown option {name!r}.{hint} Options: {', '.join(CHECKS)}. "
-            "Keep your own notes under the key 'name'."
+            f"{where}: unknown option {name!r}.{hint} Options: {', '.join(CHECKS)}. Notes of your "
+            f"own go into the groups of a finished optimizer: param_groups[i][{name!r}] = …"
         )
 
 
@@ -185,7 +185,7 @@ MOVED = {
 SETTLED = tuple(name for name in CHECKS if name not in MOVED)
 
 
-def check_changed(groups: Sequence[Mapping[str, Any]], checked: dict[int, dict[str, Any]]) -> None:
+def check_changed(groups: Sequence[dict[str, Any]], checked: dict[int, dict[str, Any]]) -> None:
     """Refuse a wrong value in groups that were changed since ``checked`` was noted here.
 
     Tensors are not read, which would wait for the device.
@@ -203,7 +203,9 @@ def check_changed(groups: Sequence[Mapping[str, Any]], checked: dict[int, dict[s
             and not (type(v) is dict and v == known)
         }  # fmt: skip
         if changed:
+            changed |= (renamed := _named(changed))
             check_values({n: v for n, v in changed.items() if not _has_tensors(v)})
+            group.update(renamed)
         for name in MOVED:
             if not _fits(name, group[name]):
                 _check_value(name, group[name])
@@ -256,6 +258,11 @@ def with_names(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options with dtypes by their names, torch.bfloat16 is "bfloat16", and pairs as tuples:
     configuration libraries have lists of their own, NumPy arrays.
     """
+    return {**options, **_named(options)}
+
+
+def _named(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options that are written otherwise in a group."""
 
     def named(value: Any) -> Any:
         if isinstance(value, dict):
@@ -268,11 +275,10 @@ def with_names(options: Mapping[str, Any]) -> dict[str, Any]:
         sequence = isinstance(value, Sequence) and not isinstance(value, (str, bytes, tuple, list))
         if sequence or (getattr(value, "ndim", 0) == 1 and not isinstance(value, Tensor)):
             own[name] = tuple(value)
-    return {**options, **own}
+    return {name: value for name, value in own.items() if value is not options[name]}
 
 
 def _check_betas(name: str, betas: Any) -> None:
-    suffix = "" if name == "betas" else f" of {name}"
     if len({isinstance(beta, Tensor) for beta in betas}) == 2:
         raise ValueError(f"{name} must be either both floats or both Tensors, not {betas!r}")
     for i, beta in enumerate(betas):
@@ -280,7 +286,8 @@ def _check_betas(name: str, betas: Any) -> None:
             raise ValueError(f"Tensor {name}[{i}] must be 1-element, not of shape {beta.shape}")
         if not _number(beta, 0.0, 1.0):
             raise ValueError(
-                f"Invalid beta parameter at index {i}{suffix}: {beta} (must be in [0, 1))"
+                f"Invalid beta parameter at index {i}: {beta!r} ({name}={betas!r}: both must be "
+                "numbers in [0, 1))"
             )
 
 

@@ -118,9 +118,9 @@ def check_state(own: Mapping[str, Any], p: Tensor, names: Mapping[str, torch.dty
             _check_new(name, dtype, own, p)
         elif held.dtype != dtype:
             raise RuntimeError(
-                f"{name} is kept in {held.dtype}, and {dtype} is needed now: set "
-                "state_dtype and is_approx before the first step, and leave the parameter's dtype "
-                "what it was"
+                f"{name} is kept in {held.dtype}, and {dtype} is needed now: convert the model "
+                "before you make the optimizer, and set state_dtype and is_approx before the first "
+                "step"
             )
         elif held.device != p.device:
             raise RuntimeError(
