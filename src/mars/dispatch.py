@@ -18,7 +18,7 @@ from mars.rule import KINDS, Hyper
 from mars.rule.estimator import Scalar
 from mars.rule.newton_schulz import NewtonSchulz
 from mars.sharding import ALONE, Ranks, here, is_cut, laid_out_alike
-from mars.state import kind_of, needs_last_grad, takes_gradients
+from mars.state import beside, kind_of, needs_last_grad, takes_gradients
 
 Group = dict[str, Any]
 logger = logging.getLogger("mars")
@@ -146,7 +146,7 @@ def set_numbers(batch: Batch, group: Group, x: Tensor, fused: bool) -> None:
 
 def _numbers(kind: str, group: Group, x: Tensor, fused: bool) -> tuple[Hyper, float]:
     """What a step of this kind of tensor computes with; its rate over the group's."""
-    one_d = not KINDS[kind].corrected and group["mars_type"] != kind
+    one_d = beside(kind, group)
     beta1, beta2 = group["betas_1d"] if one_d else group["betas"]
     decay = group["weight_decay_1d"] if one_d else group["weight_decay"]
     lr, gamma = group["lr"], group["gamma"]

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from torch import Tensor
+
 from mars.dispatch import engine_for, why_not_fused
 from mars.exchange import plan_text
 from mars.optimizer import MARS
 from mars.options import as_float, ratio_1d
 from mars.rule import KINDS
 from mars.sharding import here, layout_of
-from mars.state import kind_of
+from mars.state import beside, kind_of
 from mars.table import format_table
 
 
@@ -57,16 +59,16 @@ def engine_rows(optimizer: MARS) -> list[tuple[str, ...]]:
             shares = optimizer._ranks.replicate and KINDS[kind_of(p, group)].matrix
             alone = layout_of(p, group) is None and not shares
             engine = engine_for(group, [here(p) for p in group["params"]]) if alone else "foreach"
-        kind = kind_of(p, group)
-        name, numbers = str(group.get("name", i)), _numbers(kind, group)
+        kind, rate, decay = trained(p, group)
+        name, numbers = str(group.get("name", i)), (f"{rate:.4g}", f"{decay:.4g}")
         lines[(name, kind, *numbers, engine, reason or "")] += 1
     head = ("group", "rule", "tensors", "lr", "weight_decay", "engine", "why not fused")
     return [head, *((name, kind, str(n), *rest) for (name, kind, *rest), n in lines.items())]
 
 
-def _numbers(kind: str, group: dict[str, Any]) -> tuple[str, str]:
-    """The rate and the decay of a kind of tensor of a group, as they are now."""
-    corrected = KINDS[kind].corrected
-    rate = as_float(group["lr"]) * (1.0 if corrected else ratio_1d(group))
-    own = corrected or group["mars_type"] == kind
-    return f"{rate:.4g}", f"{as_float(group['weight_decay' if own else 'weight_decay_1d']):.4g}"
+def trained(p: Tensor, group: dict[str, Any]) -> tuple[str, float, float]:
+    """The rule that trains a tensor of a group of MARS, its rate and its decay, as they are now."""
+    kind = kind_of(p, group)
+    rate = as_float(group["lr"]) * (1.0 if KINDS[kind].corrected else ratio_1d(group))
+    decay = group["weight_decay_1d" if beside(kind, group) else "weight_decay"]
+    return kind, rate, as_float(decay)

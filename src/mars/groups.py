@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mars.options import as_float, check_known, check_values, with_names
 from mars.roles import in_layers, roles
 from mars.rule import KINDS
-from mars.state import kind_of
+from mars.state import beside, kind_of
 from mars.table import format_table
 
 Destination = str | dict[str, Any]
@@ -51,7 +51,7 @@ class ParamGroups(list[dict[str, Any]]):
             for name, p in group["params"]:
                 kind = kind_of(p, group)
                 adamw = not KINDS[kind].corrected
-                vectors = adamw and kind != group["mars_type"]
+                vectors = beside(kind, group)
                 rate = group.get("lr_1d", "lr_1d") if adamw else group.get("lr", "default")
                 if _own_rate(group):
                     rate = group["lr"]

@@ -52,6 +52,11 @@ def kind_of(p: Tensor, group: Mapping[str, Any]) -> str:
     return "mars-adamw" if KINDS[mars_type].matrix else mars_type
 
 
+def beside(kind: str, group: Mapping[str, Any]) -> bool:
+    """Whether AdamW trains this kind beside the group's own type, by the options of 1-D tensors."""
+    return not KINDS[kind].corrected and group["mars_type"] != kind
+
+
 def needs_last_grad(kind: str, group: Mapping[str, Any]) -> bool:
     """Whether c itself is needed: if it is clipped, squared, or made of a foreign gradient."""
     return KINDS[kind].corrected and (

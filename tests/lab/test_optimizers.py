@@ -11,6 +11,7 @@ from miniature import OPTIMIZERS, run
 
 import mars
 from mars.lab.config import Optimizer
+from mars.lab.describe import routing
 from mars.lab.errors import LabError
 from mars.lab.models import GPT
 from mars.lab.optimizers import REGISTRY, Together, build, label
@@ -101,6 +102,30 @@ def test_tables_can_be_trained_by_another_type() -> None:
     assert (tables["lr"], tables["betas"]) == (1e-3, (0.9, 0.95))
     with pytest.raises(LabError, match="embeddings"):
         build(gpt, Optimizer(name="mars-m", lr=1e-3, options={"embeddings": "sideways"}))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"embeddings": "{'weight_decay': 0.3}"},
+         {"mars-m lr 0.02 decay 0.1", "plain-adamw lr 0.005 decay 0.3",
+          "plain-adamw lr 0.005 decay 0"}),
+        ({"embeddings": "mars", "vectors": "mars"},  # AdamW beside the type of the group
+         {"mars-m lr 0.02 decay 0.1", "plain-adamw lr 0.005 decay 0.05"}),
+    ],
+)  # fmt: skip
+def test_a_dry_run_tells_the_rates_and_decays_of_the_step(
+    options: dict[str, str], expected: set[str]
+) -> None:
+    gpt = model()
+    own = Optimizer(
+        name="mars-m", lr=0.02, lr_1d=0.005, weight_decay=0.1, weight_decay_1d=0.05, options=options
+    )
+    optimizer = build(gpt, own)
+    told = {" ".join(line.split()[:5]) for line in routing(gpt, optimizer).splitlines()}
+    assert told == expected
+    rows = [line.split() for line in mars.explain(optimizer).splitlines()[1:]]
+    assert {f"{kind} lr {lr} decay {decay}" for _, kind, _, lr, decay, *_ in rows} == told
 
 
 def test_muon_is_torchs_and_its_state_returns(tmp_path: Path) -> None:

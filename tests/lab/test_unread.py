@@ -66,6 +66,8 @@ def test_a_schedule_names_the_field_and_the_shapes_that_read_it(
     ("words", "message"),
     [
         ("mars-adamw --optimizer.weight-decay-1d 5", "weight_decay_1d: mars-adamw trains nothing"),
+        ("mars-m --optimizer.weight-decay-1d 5 --optimizer.options embeddings {'weight_decay':0.3}",
+         "weight_decay_1d: mars-m trains nothing"),
         ("test_unread:NoDecay --optimizer.weight-decay 0.5",
          "weight_decay is no option of test_unread:NoDecay: leave it out, or"),
     ],

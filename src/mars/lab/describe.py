@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import mars
+from mars.explain import trained
 from mars.lab import hardware, parallel, tasks
 from mars.lab.config import Run, check, to_json
 from mars.lab.errors import LabError
@@ -75,21 +76,22 @@ def rate(run: Run, model: nn.Module) -> str:
 def routing(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Which rule trains which tensors, at which rate."""
     names = {p: name for name, p in model.named_parameters()}
-    lines = []
-    for group in optimizer.param_groups:
-        members = [names[p] for p in group["params"]]
-        size = sum(p.numel() for p in group["params"])
-        more = f", … {len(members)} tensors" if len(members) > 2 else ""
-        # MARS keeps the rate and decay of what is no matrix under names of their own.
-        plain = group.get("mars_type") == "plain-adamw"
-        rate = group["lr_1d"] if plain else group["lr"]
-        decay = group["weight_decay_1d"] if plain else group.get("weight_decay", 0.0)
-        rule = group.get("mars_type") or _rule_of(optimizer, group)
-        lines.append(
-            f"{rule:12} lr {rate:<8g} decay {decay:<5g} {units.tokens(size):>6} parameters: "
-            f"{', '.join(members[:2])}{more}"
-        )
-    return "\n".join(lines)
+    lines: dict[tuple[int, str, float, float], list[nn.Parameter]] = {}
+    for i, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if "mars_type" in group:
+                rule, rate, decay = trained(p, group)
+            else:
+                rule, rate = _rule_of(optimizer, group), group["lr"]
+                decay = group.get("weight_decay", 0.0)
+            lines.setdefault((i, rule, rate, decay), []).append(p)
+    return "\n".join(
+        f"{rule:12} lr {rate:<8g} decay {decay:<5g} "
+        f"{units.tokens(sum(p.numel() for p in members)):>6} parameters: "
+        f"{', '.join(names[p] for p in members[:2])}"
+        + (f", … {len(members)} tensors" if len(members) > 2 else "")
+        for (_, rule, rate, decay), members in lines.items()
+    )
 
 
 def _rule_of(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from mars.explain import trained
 from mars.lab import parallel, tasks
 from mars.lab.config import Run
 from mars.lab.errors import LabError
@@ -67,10 +68,10 @@ def _decays_rest(run: Run) -> bool:
     for decay in (0.25, 0.5):
         own = run.replace(optimizer={"weight_decay_1d": decay}).optimizer
         groups = build(tasks.of(run).miniature(), own).param_groups
-        # MARS keeps it under a name of its own, in groups that do not use it, too.
-        plain = [
-            "weight_decay_1d" if g.get("mars_type") == "plain-adamw" else "weight_decay"
-            for g in groups
-        ]
-        found.append([group.get(name) for group, name in zip(groups, plain, strict=True)])
+        # A group of MARS keeps it under a name of its own, also where nothing reads it.
+        found.append([
+            trained(p, group)[2] if "mars_type" in group else group.get("weight_decay")
+            for group in groups
+            for p in group["params"]
+        ])  # fmt: skip
     return found[0] != found[1]
