@@ -19,6 +19,7 @@ from mars.lab.arguments import (
 )
 from mars.lab.cli import COMMANDS, main
 from mars.lab.config import to_json
+from mars.lab.errors import first_line
 from mars.lab.log import read
 from mars.lab.models import GPT
 from mars.lab.recipes import RECIPES
@@ -480,3 +481,18 @@ def test_a_model_that_no_memory_holds_is_told_in_one_line(capsys: Capture) -> No
     said = capsys.readouterr().err
     assert "parameters are too many for this machine even to lay them out: `mars plan`" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("\n"), RuntimeError("no room\n!")])
+def test_the_first_line_of_an_error_is_there_even_if_it_says_nothing(
+    error: Exception, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("mars.lab.wrapping.make", make)
+    assert main(["train", given(tmp_path)]) == 1
+    said = "no room" if "no" in str(error) else type(error).__name__
+    assert f"error: the model does not fit in memory: {said}\n" in capsys.readouterr().err
+    assert first_line(error, named=True).startswith(type(error).__name__)
+    assert "\n" not in first_line(error, named=True)

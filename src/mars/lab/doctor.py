@@ -25,7 +25,7 @@ import mars
 from mars.explain import engine_rows
 from mars.lab import recipes
 from mars.lab.config import Model, Optimizer
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, first_line
 from mars.lab.hardware import choose_device
 from mars.lab.models import GPT, peak_flops
 from mars.lab.optimizers import REGISTRY, build
@@ -194,8 +194,7 @@ def self_check(device: torch.device, compile_: bool, broken: list[str]) -> Itera
         try:
             yield f"{name:24} {check()}"
         except Exception as error:
-            why = str(error).strip().splitlines()[:1] or [type(error).__name__]
-            yield f"{name:24} FAILS: {why[0]}"
+            yield f"{name:24} FAILS: {first_line(error)}"
             if name != "torch.compile":
                 broken.append(f"{name} fails")
             elif device.type == "cuda":

@@ -28,12 +28,26 @@ class Elsewhere(LabError):
     """An error that another process of the run reports: this one ends without a word."""
 
 
+def first_line(error: BaseException, *, named: bool = False) -> str:
+    """The first line of what an error says; ``named``, after its type, which an empty one gives.
+
+    >>> first_line(ValueError("no such file\\nor directory")), first_line(MemoryError())
+    ('no such file', 'MemoryError')
+    >>> first_line(ValueError("no"), named=True)
+    'ValueError: no'
+    """
+    name, (line, *_) = type(error).__name__, [*str(error).strip().splitlines(), ""]
+    if not line:
+        return name
+    return f"{name}: {line}" if named else line
+
+
 def unexpected(error: Exception, directory: Path) -> str:
     """A line on what nobody foresaw, an optimizer of the user's that raises, say; all of it is
     written to the run's directory, if that can be.
     """
     trace = directory / "error.txt"
-    line = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    line = first_line(error, named=True)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         trace.write_text("".join(traceback.format_exception(error)))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mars.lab.config import Run
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, first_line
 from mars.lab.optimizers import REGISTRY, find
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -72,7 +72,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
     except RuntimeError as error:
         if "deterministic" not in str(error):
             raise
-        text = str(error).splitlines()[0].partition(", but you set")[0]
+        text = first_line(error).partition(", but you set")[0]
         raise LabError(f"loop.deterministic: {text}") from error
     finally:
         torch.use_deterministic_algorithms(False)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import mars
 from mars.lab.config import Optimizer
-from mars.lab.errors import LabError, meant
+from mars.lab.errors import LabError, first_line, meant
 from mars.lab.muon import Muon
 from mars.sharding import is_sharded
 
@@ -118,7 +118,7 @@ def build(
     except LabError:
         raise
     except Exception as error:
-        raise LabError(f"optimizer {config.name}: {_line(error)}") from error
+        raise LabError(f"optimizer {config.name}: {first_line(error)}") from error
 
 
 def foreign(config: Optimizer) -> list[str]:
@@ -126,10 +126,6 @@ def foreign(config: Optimizer) -> list[str]:
     fields = ("betas", "lr_1d", "betas_1d", "weight_decay_1d", "gamma", "exact")
     uses = find(config.name).uses
     return [n for n in fields if getattr(config, n) not in (None, False) and n not in uses]
-
-
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _value(text: str) -> Any:
@@ -153,7 +149,7 @@ def _dotted(name: str) -> Entry:
     try:
         cls = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # whatever a module of somebody's does when it is imported
-        raise LabError(f"optimizer {name!r} cannot be imported: {_line(error)}") from error
+        raise LabError(f"optimizer {name!r} cannot be imported: {first_line(error)}") from error
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise LabError(f"optimizer {name!r} is no torch.optim.Optimizer")
     parameters = _parameters(cls)

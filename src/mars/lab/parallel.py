@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mars.lab.config import Run
-from mars.lab.errors import Elsewhere, LabError
+from mars.lab.errors import Elsewhere, LabError, first_line
 
 T = TypeVar("T")
 
@@ -202,7 +202,7 @@ def joined(run: Run, device: torch.device) -> Iterator[World]:
     except RuntimeError as error:
         if not _is_lost(error):
             raise
-        text = f"another process has ended or is lost: {str(error).strip().splitlines()[0]}"
+        text = f"another process has ended or is lost: {first_line(error)}"
         raise LabError(f"rank {world.rank}: {text}") from None
     if ours:  # after an error the others may be gone, and ending together would hang
         dist.destroy_process_group()
@@ -225,7 +225,7 @@ def _connect(world: World, device: torch.device) -> None:
             device_id=device if on_gpu else None,  # or NCCL guesses it at the first barrier
         )  # fmt: skip
     except RuntimeError as error:
-        text = str(error).strip().splitlines()[0]
+        text = first_line(error)
         raise LabError(f"rank {world.rank} cannot connect to the other processes: {text}") from None
 
 

@@ -16,7 +16,7 @@ import torch
 from mars.lab import checkpoint, hardware, loading, parallel, retention, tasks, wrapping
 from mars.lab.config import Run, check, read_config, to_json
 from mars.lab.differences import first_difference
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, first_line
 from mars.lab.log import Log, read
 from mars.lab.loop import Training
 from mars.lab.optimizers import label
@@ -49,7 +49,7 @@ def prepare(run: Run, world: World | None = None) -> Training:
     try:
         model = wrapping.make(task, world, device, dtype)
     except (RuntimeError, MemoryError) as error:
-        raise LabError(f"the model does not fit in memory: {str(error).splitlines()[0]}") from error
+        raise LabError(f"the model does not fit in memory: {first_line(error)}") from error
     return Training(run, model, task, world)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from mars.lab.config import Run
-from mars.lab.errors import Diverged, LabError, unexpected
+from mars.lab.errors import Diverged, LabError, first_line, unexpected
 
 _asked: list[int] = []  # signals that came while no run could answer them
 _busy = False  # there is a run in progress
@@ -123,8 +123,7 @@ def at_work(run: Run) -> Iterator[None]:
             try:
                 torch.cuda.empty_cache()
             except RuntimeError as error:
-                text = str(error).splitlines()[0]
-                raise LostGpu(f"{text}: its process has lost the GPU") from error
+                raise LostGpu(f"{first_line(error)}: its process has lost the GPU") from error
 
 
 def train_one(name: str, run: Run, command: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mars.lab.data.documents import Piece, text_of
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, first_line
 
 # The hub's own conversion of datasets that are still programs, which `datasets` runs no more.
 CONVERTED = "refs/convert/parquet"
@@ -95,7 +95,7 @@ class HubDocuments:
             raise
         except Exception as error:  # whatever a network, a server or a reader can do
             raise LabError(
-                f"{name} stopped ({_first_line(error)}): run the same command to resume"
+                f"{name} stopped ({_said(error)}): run the same command to resume"
             ) from error
 
     def _load(self) -> Any:
@@ -134,7 +134,7 @@ class HubDocuments:
         if isinstance(error, LabError):
             return error
         return LabError(
-            f"cannot open {self.dataset.short} ({_first_line(error)}): it needs a network, and the "
+            f"cannot open {self.dataset.short} ({_said(error)}): it needs a network, and the "
             "right name, config and split"
         )
 
@@ -151,6 +151,5 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+def _said(error: Exception) -> str:
+    return first_line(error, named=True)[:220]

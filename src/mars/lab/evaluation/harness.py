@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, first_line
 from mars.lab.evaluation.metrics import Result
 from mars.lab.evaluation.prompts import PROMPTS
 from mars.lab.evaluation.scoring import Scorer, Tokens, Watch
@@ -107,7 +107,7 @@ def evaluate(
             )  # fmt: skip
     except (OSError, ValueError) as error:
         said = ", ".join(str(task) for task in tasks)
-        first = str(error).strip().split("\n")[0][:120]
+        first = first_line(error)[:120]
         # datasets has many ways to say that there is no network, some of them ValueErrors.
         if isinstance(error, OSError) or "couldn't" in first.lower():
             raise LabError(OFFLINE.format(tasks=said, error=first)) from error

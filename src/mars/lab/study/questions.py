@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from mars.lab.errors import LabError, meant
+from mars.lab.errors import LabError, first_line, meant
 from mars.lab.study import tiny
 from mars.lab.study.bases import (
     gpt2_small,
@@ -254,7 +254,7 @@ def find(name: str) -> Study:
 
 def _in_a_line(error: Exception) -> str:
     """What somebody's code raised, and where: the last place that is neither ours nor Python's."""
-    said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    said = first_line(error, named=True)
     ours = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), "<")
     theirs = [
         frame
