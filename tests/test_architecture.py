@@ -29,7 +29,7 @@ LINES = (
     "lab.rundir lab.plainfile lab.sealed lab.tensorfile lab.sinks lab.safefile lab.differences "
     "lab.parallel lab.dtensors lab.retention lab.optimizer_state",
     "lab.data lab.images lab.models lab.report lab.checkpoint lab.log lab.signals lab.clock "
-    "lab.schedule lab.optimizers lab.recipes lab.sharded lab.saver",
+    "lab.schedule lab.muon lab.optimizers lab.recipes lab.sharded lab.saver",
     "lab.hardware lab.workers lab.crew lab.tasks lab.huggingface",
     "lab.loading lab.wrapping lab.loop lab.session",
     "lab.train lab.progress lab.sample lab.converting",

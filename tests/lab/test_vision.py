@@ -33,6 +33,7 @@ from mars.lab.errors import LabError
 from mars.lab.images.preparation import prepare_images
 from mars.lab.log import read
 from mars.lab.muon import Muon
+from mars.lab.optimizer_state import parts
 from mars.lab.optimizers import REGISTRY, build
 from mars.lab.race import FIELD, RaceArgs, plan
 from mars.lab.recipes.vision import NETWORKS
@@ -391,7 +392,7 @@ def routed(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str
     names = {p: name for name, p in model.named_parameters()}
     return {
         names[p]: g.get("mars_type", type(part).__name__)
-        for part in getattr(optimizer, "optimizers", [optimizer])
+        for part in parts(optimizer)
         for g in part.param_groups
         for p in g["params"]
     }

@@ -14,6 +14,7 @@ from mars.lab import hardware, parallel, tasks
 from mars.lab.config import Run, check, to_json
 from mars.lab.errors import LabError
 from mars.lab.models import GPT
+from mars.lab.optimizer_state import parts
 from mars.lab.optimizers import build, label
 from mars.lab.parallel import World
 from mars.lab.recipes import settings
@@ -95,13 +96,13 @@ def routing(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def _rule_of(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> str:
-    for part in getattr(optimizer, "optimizers", [optimizer]):
+    for part in parts(optimizer):
         if any(group is own for own in part.param_groups):
             return type(part).__name__
     return type(optimizer).__name__
 
 
-def state_bytes(task: Task, optimizer: torch.optim.Optimizer) -> float:
+def estimated_state_bytes(task: Task, optimizer: torch.optim.Optimizer) -> float:
     """Bytes of state: a parameter's, measured on a miniature, times the real number of them."""
     run, model = task.run, task.miniature()
     small = build(model, run.optimizer)
@@ -109,7 +110,7 @@ def state_bytes(task: Task, optimizer: torch.optim.Optimizer) -> float:
         p.grad = torch.zeros_like(p)
     small.step(lambda: 0.0) if run.optimizer.exact else small.step()
     states = {}
-    for part in getattr(small, "optimizers", [small]):
+    for part in parts(small):
         states.update(part.state)
     total = 0.0
     for own, real in zip(small.param_groups, optimizer.param_groups, strict=True):
@@ -137,7 +138,7 @@ def _memory(
     rows = {
         "parameters": 4.0 * count,
         "gradients": 4.0 * count,
-        "optimizer state": state_bytes(task, optimizer) / world.shards,
+        "optimizer state": estimated_state_bytes(task, optimizer) / world.shards,
         f"activations (estimated; micro-batch {micro}, {str(dtype)[6:]})": kept,
     }
     if run.optimizer.exact:

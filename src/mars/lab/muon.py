@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mars.lab.graphs import WARM, Recorded
+from mars.lab.optimizer_state import parts
 
 
 class Muon(torch.optim.Muon):
@@ -146,7 +147,7 @@ def _given(group: dict[str, Any]) -> list[Tensor]:
 
 def replay_steps(optimizer: torch.optim.Optimizer) -> None:
     """Where gradients stay at their addresses: a Muon in it, if any, replays its steps."""
-    for part in getattr(optimizer, "optimizers", [optimizer]):
+    for part in parts(optimizer):
         if isinstance(part, Muon):
             part.replayed()
 

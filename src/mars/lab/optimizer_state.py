@@ -20,10 +20,15 @@ from mars.sharding import is_sharded
 PREFIX = "optimizer.state."
 
 
+def parts(optimizer: Any) -> list[Any]:
+    """The optimizers that one consists of; itself, if it is one."""
+    found: list[Any] = getattr(optimizer, "optimizers", [optimizer])
+    return found
+
+
 def _members(optimizer: Any) -> list[list[Tensor]]:
     """Parameters of each optimizer (one may be several), in the order its state_dict numbers."""
-    parts = getattr(optimizer, "optimizers", [optimizer])
-    return [[p for g in part.param_groups for p in g["params"]] for part in parts]
+    return [[p for g in part.param_groups for p in g["params"]] for part in parts(optimizer)]
 
 
 def _states(state: Mapping[str, Any]) -> list[dict[str, Any]]:

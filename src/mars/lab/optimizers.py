@@ -18,6 +18,7 @@ import mars
 from mars.lab.config import Optimizer
 from mars.lab.errors import LabError, first_line, meant
 from mars.lab.muon import Muon
+from mars.lab.optimizer_state import parts
 from mars.sharding import is_sharded
 
 Build = Callable[[nn.Module, Optimizer, dict[str, Any]], torch.optim.Optimizer]
@@ -78,7 +79,7 @@ class Together(torch.optim.Optimizer):
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of an optimizer's state, whatever it is nested in."""
     found: dict[int, int] = {}
-    rest: list[Any] = [o.state for o in getattr(optimizer, "optimizers", [optimizer])]
+    rest: list[Any] = [part.state for part in parts(optimizer)]
     while rest:
         value = rest.pop()
         if isinstance(value, Tensor):
