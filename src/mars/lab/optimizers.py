@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from mars.lab.config import Optimizer
 from mars.lab.errors import LabError, first_line, meant
 from mars.lab.muon import Muon
 from mars.lab.optimizer_state import parts
+from mars.lab.own import imported
 from mars.sharding import is_sharded
 
 Build = Callable[[nn.Module, Optimizer, dict[str, Any]], torch.optim.Optimizer]
@@ -140,15 +139,12 @@ def _dotted(name: str) -> Entry:
     """A class of the user's, as ``package.module:Class``."""
     if "@" in name:
         raise LabError(f"{name!r}: NAME@RATE is for a race; here it is NAME, and --optimizer.lr")
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         near = "separate names by spaces;" if "," in name else meant(name, REGISTRY)
         known = f"{near} known: {', '.join(sorted(REGISTRY))}".lstrip()
         raise LabError(f"unknown optimizer {name!r}; {known}; your own: package.module:Class")
-    if (here := str(Path.cwd())) not in sys.path:  # as `python -m` has it
-        sys.path.insert(0, here)
     try:
-        cls = getattr(importlib.import_module(module), attribute)
+        cls = imported(name)
     except Exception as error:  # whatever a module of somebody's does when it is imported
         raise LabError(f"optimizer {name!r} cannot be imported: {first_line(error)}") from error
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
@@ -166,7 +162,7 @@ def _dotted(name: str) -> Entry:
     lr = parameters["lr"].default
     lr = lr if isinstance(lr, float) else None
     uses = frozenset({"weight_decay", "betas", "gamma"} & accepted)
-    return Entry(attribute, "your own", make, uses, lr)
+    return Entry(label(name), "your own", make, uses, lr)
 
 
 def _parameters(cls: type) -> dict[str, inspect.Parameter]:

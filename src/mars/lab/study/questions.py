@@ -7,14 +7,13 @@ data and no GPU; they stand in tiny.py.
 
 from __future__ import annotations
 
-import importlib
-import sys
 import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 from mars.lab.errors import LabError, first_line, meant
+from mars.lab.own import imported
 from mars.lab.study import tiny
 from mars.lab.study.bases import (
     gpt2_small,
@@ -230,16 +229,13 @@ def find(name: str) -> Study:
     """The study of a name; a function of yours that returns one is package.module:function."""
     if name in STUDIES:
         return STUDIES[name]()
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         known = [*STUDIES, "variance"]
         hint = meant(name, known) or f"known: {', '.join(known)}; your own: package.module:function"
         raise LabError(f"unknown study {name!r}: {hint}")
-    if (here := str(Path.cwd())) not in sys.path:  # as `python -m` has it
-        sys.path.insert(0, here)
     what = "cannot be made"
     try:
-        made = getattr(importlib.import_module(module), attribute)()
+        made = imported(name)()
         if not isinstance(made, Study):
             raise LabError(f"study {name!r} returned no mars.lab.study.Study")
         for arm in made.arms:
