@@ -44,8 +44,7 @@ HARD = {
 
 
 def table(name: str, steps: int) -> list[tuple[float, float, float]]:
-    known = COEFFICIENTS[name]
-    return [known[min(i, len(known) - 1)] for i in range(steps)]
+    return NewtonSchulz(steps, name).polynomials()
 
 
 def iterate(how, M: Tensor, dtype: torch.dtype, name: str, steps: int) -> Tensor:

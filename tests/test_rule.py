@@ -10,7 +10,7 @@ import torch
 from choice import choose
 from mars import MARS
 from mars.engines import ENGINES
-from mars.rule import KINDS, Hyper, update
+from mars.rule import KINDS, MATRIX, Hyper, update
 from mars.rule.estimator import average, average_without_h, clip, correct, kappa, norm
 from mars.rule.halves import join, split
 from mars.rule.newton_schulz import COEFFICIENTS, NewtonSchulz
@@ -288,6 +288,23 @@ def test_a_stack_gives_the_bits_of_its_members() -> None:
         assert torch.equal(out, ns.muon(M[i]))
     for i, out in enumerate(ns.shampoo(M, 1e-8)):
         assert torch.equal(out, ns.shampoo(M[i], 1e-8))
+
+
+def test_the_file_of_a_matrix_type_has_its_parts_and_their_product() -> None:
+    assert MATRIX.keys() == {kind for kind in KINDS if KINDS[kind].matrix}
+    m = torch.randn(7, 4)
+    for kind, own in MATRIX.items():
+        given = (m, 0.9, 1e-8, NewtonSchulz())
+        assert torch.equal(own.direction(*given), own.scale(7, 4) * own.orthogonal(*given)), kind
+
+
+@pytest.mark.parametrize(("kind", "rounds"), [("mars-shampoo", False), ("mars-m", True)])
+def test_an_order_that_rounds_first_sees_no_more_than_16_bits(kind: str, rounds: bool) -> None:
+    """By which ranks send each other half as much."""
+    m = torch.randn(7, 4)
+    orthogonal = [MATRIX[kind].orthogonal(x, 0.9, 0.0, NewtonSchulz()) for x in (m, m.bfloat16())]
+    assert MATRIX[kind].ROUNDS_FIRST is rounds
+    assert torch.equal(orthogonal[0].float(), orthogonal[1].float()) is rounds
 
 
 def test_update_is_pure() -> None:

@@ -25,7 +25,7 @@ from mars.dispatch import (
 )
 from mars.engines import CELLS, COLUMNS, Batch, foreach
 from mars.plan import Plan
-from mars.rule import KINDS, matrix_shape
+from mars.rule import KINDS, MATRIX, matrix_shape
 from mars.sharding import Ranks, flops, here, is_cut
 from mars.state import consume_gradients, kind_of, needs_last_grad
 
@@ -291,10 +291,10 @@ def _sent(travellers: list[tuple[Batch, Tensor | None]], ranks: Ranks) -> Callab
 
 
 def _jobs(batch: Batch, m: list[Tensor]) -> list[exchange.Job]:
-    """Newton–Schulz in 16 bits rounds its result, and MARS-M its input: no more need be sent."""
+    """Newton–Schulz in 16 bits rounds its result, in Muon's order its input: no more is sent."""
     wide, short = m[0].dtype, getattr(torch, batch.k.ns.dtype)
     back = short if short.itemsize < wide.itemsize else wide
-    there = back if batch.kind == "mars-m" and short != torch.float16 else wide
+    there = back if MATRIX[batch.kind].ROUNDS_FIRST and short != torch.float16 else wide
     solve = partial(foreach.orthogonal, batch)
     jobs = []
     for i, part in enumerate(m):

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mars.rule import MATRIX
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -261,9 +263,7 @@ def flops(kind: str, shape: Sequence[int], steps: int) -> int:
     *many, rows, cols = shape
     short, long = min(rows, cols), max(rows, cols)
     steps *= prod(many)
-    if kind == "mars-shampoo":
-        return steps * 6 * short * short * long
-    return steps * (4 * short * short * long + 2 * short**3)
+    return steps * MATRIX[kind].flops(short, long)
 
 
 @lru_cache(64)  # gradients may come and go: as many plans as that

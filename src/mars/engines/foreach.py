@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mars.engines.batch import Batch
-from mars.rule import KINDS, matrix_shape, moonlight, shampoo
+from mars.rule import KINDS, MATRIX, matrix_shape
 from mars.rule.adamw import unbiased
 from mars.rule.estimator import kappa
 from mars.rule.halves import join, split
@@ -99,11 +99,7 @@ def orthogonal(batch: Batch, matrices: list[Tensor]) -> list[Tensor]:
     out = list(matrices)
     for shape, members in stacks.items():
         own = [matrices[i].reshape(prod(matrices[i].shape[:-2]), *shape) for i in members]
-        stack = torch.cat(own)
-        if batch.kind == "mars-shampoo":
-            stack = shampoo.orthogonal(stack, k.beta1, k.eps, k.ns)
-        else:
-            stack = k.ns.muon(stack)
+        stack = MATRIX[batch.kind].orthogonal(torch.cat(own), k.beta1, k.eps, k.ns)
         for i, part in zip(members, stack.split([len(part) for part in own]), strict=True):
             out[i] = part.reshape(matrices[i].shape)
     return out
@@ -111,7 +107,7 @@ def orthogonal(batch: Batch, matrices: list[Tensor]) -> list[Tensor]:
 
 def scaled(batch: Batch, matrices: list[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
     """u from (parts of) orthogonal matrices of these shapes, freshly allocated."""
-    scale = shampoo.scale if batch.kind == "mars-shampoo" else moonlight.scale
+    scale = MATRIX[batch.kind].scale
     wide = [matrix.to(m.dtype) for matrix, m in zip(matrices, batch.m, strict=True)]
     return list(torch._foreach_mul(wide, [scale(*shape[-2:]) for shape in shapes]))
 
@@ -126,9 +122,8 @@ def _orthogonal(batch: Batch, m: list[Tensor], c: list[Tensor]) -> list[Tensor]:
 DIRECTIONS = {
     "mars-adamw": _adamw,
     "mars-lion": _lion,
-    "mars-shampoo": _orthogonal,
-    "mars-m": _orthogonal,
     "plain-adamw": _adamw,
+    **dict.fromkeys(MATRIX, _orthogonal),
 }
 
 

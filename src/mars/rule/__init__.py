@@ -5,6 +5,6 @@ gradient, ``m`` and ``v`` first and second moment, ``u`` direction, ``t`` step. 
 whole step of one tensor; every engine is tested against it.
 """
 
-from mars.rule.update import KINDS, Hyper, Kind, matrix_shape, update
+from mars.rule.update import KINDS, MATRIX, Hyper, Kind, matrix_shape, update
 
-__all__ = ["KINDS", "Hyper", "Kind", "matrix_shape", "update"]
+__all__ = ["KINDS", "MATRIX", "Hyper", "Kind", "matrix_shape", "update"]

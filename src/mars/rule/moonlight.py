@@ -6,7 +6,10 @@ import math
 
 from torch import Tensor
 
+from mars.rule.estimator import Scalar
 from mars.rule.newton_schulz import NewtonSchulz
+
+ROUNDS_FIRST = True
 
 
 def scale(rows: int, cols: int) -> float:
@@ -14,7 +17,17 @@ def scale(rows: int, cols: int) -> float:
     return 0.2 * math.sqrt(max(rows, cols))
 
 
-def direction(m: Tensor, ns: NewtonSchulz) -> Tensor:
+def orthogonal(m: Tensor, beta1: Scalar, eps: float, ns: NewtonSchulz) -> Tensor:
+    """NS(m), with an ε of Muon's own."""
+    return ns.muon(m)
+
+
+def direction(m: Tensor, beta1: Scalar, eps: float, ns: NewtonSchulz) -> Tensor:
     """u = 0.2·√max(rows, cols)·NS(m) for a matrix m (or a stack of them)."""
     rows, cols = m.shape[-2:]
-    return scale(rows, cols) * ns.muon(m)
+    return scale(rows, cols) * orthogonal(m, beta1, eps, ns)
+
+
+def flops(short: int, long: int) -> int:
+    """Two products with X, and one of its Gram matrix with itself."""
+    return 4 * short * short * long + 2 * short**3

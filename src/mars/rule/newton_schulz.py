@@ -49,6 +49,11 @@ class NewtonSchulz(NamedTuple):
     coefficients: str = "muon"
     dtype: str = "bfloat16"
 
+    def polynomials(self) -> list[Quintic]:
+        """(a, b, c) of every step."""
+        known = COEFFICIENTS[self.coefficients]
+        return [known[min(i, len(known) - 1)] for i in range(self.steps)]
+
     def shampoo(self, M: Tensor, eps: float) -> Tensor:
         """MARS-Shampoo's order: ‖M‖ before rounding, and X ← a·X + b·B + c·A·B with B = A·X."""
 
@@ -80,11 +85,10 @@ class NewtonSchulz(NamedTuple):
         X = X.unsqueeze(0) if M.ndim == 2 else X  # one code path: a stack gives the same bits
         tall = X.shape[-2] > X.shape[-1]
         X = X.mT if tall else X
-        table = COEFFICIENTS[self.coefficients]
         place = "cpu" if X.is_meta else X.device.type  # a place that knows autocast
         with torch.autocast(place, enabled=False):  # the dtype is what was asked for
-            for i in range(self.steps):
-                X = step(X, *table[min(i, len(table) - 1)])
+            for a, b, c in self.polynomials():
+                X = step(X, a, b, c)
         X = X.mT if tall else X
         return X.reshape(M.shape).to(M.dtype)
 

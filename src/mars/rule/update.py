@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,29 @@ KINDS = {
     "mars-m": Kind(matrix=True),
     "plain-adamw": Kind(corrected=False, second_moment=True),
 }
+
+
+class Matrix(Protocol):
+    """What the file of a matrix type has, for engines that put its direction together."""
+
+    # Muon's order: m is rounded to the dtype of Newton–Schulz, then divided by its length, with an
+    # ε that is fixed. Else ‖m/(1−β₁)‖ + ε is the length, and what is divided by it is rounded.
+    ROUNDS_FIRST: bool
+
+    def scale(self, rows: int, cols: int) -> float:
+        """By what an orthogonal matrix of this size is multiplied."""
+
+    def orthogonal(self, m: Tensor, beta1: Scalar, eps: float, ns: NewtonSchulz) -> Tensor:
+        """NS of a matrix, or of a stack of them."""
+
+    def direction(self, m: Tensor, beta1: Scalar, eps: float, ns: NewtonSchulz) -> Tensor:
+        """u: both together."""
+
+    def flops(self, short: int, long: int) -> int:
+        """Multiplications and additions of one step of the iteration."""
+
+
+MATRIX: dict[str, Matrix] = {"mars-shampoo": shampoo, "mars-m": moonlight}
 
 
 class Hyper(NamedTuple):
@@ -92,10 +115,7 @@ def update(
         u = lion.direction(m)
     else:
         M = m.reshape(matrix_shape(m.shape, k.stacked))
-        if kind == "mars-shampoo":
-            u = shampoo.direction(M, k.beta1, k.eps, k.ns).reshape(m.shape)
-        else:
-            u = moonlight.direction(M, k.ns).reshape(m.shape)
+        u = MATRIX[kind].direction(M, k.beta1, k.eps, k.ns).reshape(m.shape)
 
     x = x - k.lr * (u + k.decay * x)
     return x, Moments(m if n is None else n, v, v_max)

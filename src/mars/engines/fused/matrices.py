@@ -13,8 +13,8 @@ from torch import Tensor
 from mars.engines.batch import Batch
 from mars.engines.fused import matrix as kernels
 from mars.engines.fused.host import upload
-from mars.rule import KINDS, moonlight, shampoo
-from mars.rule.newton_schulz import COEFFICIENTS, NewtonSchulz, Quintic
+from mars.rule import KINDS, MATRIX
+from mars.rule.newton_schulz import NewtonSchulz, Quintic
 
 if TYPE_CHECKING:
     from mars.engines.fused.launch import Launch
@@ -148,7 +148,7 @@ class Stacks:
                 number += 1
         self.stacks: list[Stack] = []
         for (kind, short, long, ns), found in members.items():
-            scale = shampoo.scale if kind == "mars-shampoo" else moonlight.scale
+            scale = MATRIX[kind].scale
             size = max(1, LIMIT // (short * long))
             for first in range(0, len(found), size):
                 part = found[first : first + size]
@@ -180,11 +180,10 @@ class Stacks:
             options = {"num_warps": 4, "enable_fp_fusion": True}
             kernels.gather[grid](
                 stack.matrices, launch.table, gradients, launch.figures, X, *shape,
-                stack.kind == "mars-shampoo", grad, launch.forms[1], stack.aligned, TILE, **options,
+                MATRIX[stack.kind].ROUNDS_FIRST, grad, launch.forms[1], stack.aligned, TILE,
+                **options,
             )  # fmt: skip
-            known = COEFFICIENTS[stack.ns.coefficients]
-            table = [known[min(i, len(known) - 1)] for i in range(stack.ns.steps)]
-            X = (by_gram if stack.gram else by_steps)(X, Y, A, B, table)
+            X = (by_gram if stack.gram else by_steps)(X, Y, A, B, stack.ns.polynomials())
             kernels.scatter[grid](
                 stack.matrices, launch.table, launch.figures, X, *shape, stack.scales, found_inf,
                 grad, stack.aligned, amp, TILE, **options,

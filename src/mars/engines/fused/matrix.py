@@ -40,7 +40,7 @@ def _square(matrices, table, short, long, TALL: tl.constexpr, TILE: tl.constexpr
 
 @triton.jit
 def _gather(
-    matrices, table, gradients, figures, stack, short, long, SHAMPOO: tl.constexpr,
+    matrices, table, gradients, figures, stack, short, long, ROUNDS_FIRST: tl.constexpr,
     TALL: tl.constexpr, GRAD: tl.constexpr, M_FORM: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +64,7 @@ def _gather(
         g = pointer(tl.load(gradients + tensor), GRAD)
         m += mix * tl.load(g + inside, mask=mask, other=0.0).to(tl.float32)
     eps = 1e-7
-    if SHAMPOO:  # ‖m/(1−β₁)‖ + ε
+    if not ROUNDS_FIRST:  # ‖m/(1−β₁)‖ + ε
         eps = tl.load(figure + k.FIGURE_EPS) * tl.load(figure + k.WEIGHT1)
     x = (m / (tl.load(figure + k.M_NORM) + eps)).to(stack.dtype.element_ty)
     if TALL:
@@ -75,19 +75,19 @@ def _gather(
 
 @triton.jit
 def gather(
-    matrices, table, gradients, figures, stack, short, long, SHAMPOO: tl.constexpr,
+    matrices, table, gradients, figures, stack, short, long, ROUNDS_FIRST: tl.constexpr,
     GRAD: tl.constexpr, M_FORM: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Momenta, divided by their lengths, into the stack."""
     if tl.load(matrices + 2 * tl.program_id(1) + 1) != 0:
         _gather(
-            matrices, table, gradients, figures, stack, short, long, SHAMPOO, True, GRAD, M_FORM,
-            ALIGNED, TILE,
+            matrices, table, gradients, figures, stack, short, long, ROUNDS_FIRST, True, GRAD,
+            M_FORM, ALIGNED, TILE,
         )  # fmt: skip
     else:
         _gather(
-            matrices, table, gradients, figures, stack, short, long, SHAMPOO, False, GRAD, M_FORM,
-            ALIGNED, TILE,
+            matrices, table, gradients, figures, stack, short, long, ROUNDS_FIRST, False, GRAD,
+            M_FORM, ALIGNED, TILE,
         )  # fmt: skip
 
 
