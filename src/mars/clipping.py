@@ -42,7 +42,7 @@ def _total(norms: Sequence[Tensor], ranks: Ranks, home: torch.device) -> Tensor:
 def _norms(batch: Batch, engine: str) -> Tensor:
     """Of c, one a tensor."""
     if batch.launch is not None:
-        return batch.launch.norms(batch, corrected=True)  # type: ignore[no-any-return]
+        return batch.launch.norms(batch, corrected=True)
     if not batch.lean():
         return torch.stack(NORMS[engine](batch))
     parts = (batch.part(rows).widened() for rows in batch.portions())
@@ -51,7 +51,7 @@ def _norms(batch: Batch, engine: str) -> Tensor:
 
 def _gradient_norms(batch: Batch) -> Tensor:
     if batch.launch is not None:
-        return batch.launch.norms(batch, corrected=False)  # type: ignore[no-any-return]
+        return batch.launch.norms(batch, corrected=False)
     return torch.stack(torch._foreach_norm([g.to(batch.wide) for g in batch.g]))
 
 

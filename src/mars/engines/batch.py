@@ -19,6 +19,19 @@ COLUMNS = ("x", "g", "t", "m", "v", "v_max", "h", "m_exp", "v_exp", "h_exp", "lo
 DECODED = 1 << 22  # elements of tensors whose lean buffers are decoded at one time
 
 
+class Norms(Protocol):
+    """A launch that leaves norms over more than itself to others: see fused/outside.py."""
+
+    def norms(self, batch: Batch, corrected: bool) -> Tensor:
+        """Of c, or of the gradients: one a tensor."""
+
+    def shrink(self, batch: Batch, factor: Tensor) -> None:
+        """Shorten the gradients."""
+
+    def clip(self, batch: Batch, length: Tensor | None) -> None:
+        """Clip by these lengths, instead of by its own."""
+
+
 @dataclass
 class Batch:
     """Tensors that one cell steps together. A buffer that the kind does not hold is empty."""
@@ -44,7 +57,7 @@ class Batch:
     h_exp: list[Tensor] = field(default_factory=list)
     layouts: list[Any] = field(default_factory=list)  # of sharded tensors, see mars.sharding
     places: list[int] = field(default_factory=list)  # of all tensors, among all parameters
-    launch: Any = None  # of a fused batch whose norms are completed outside, see fused/outside.py
+    launch: Norms | None = None  # of a fused batch whose norms are completed outside
 
     def add(self, *row: Tensor | None) -> None:
         """Append one tensor with its buffers, in the order of COLUMNS."""

@@ -13,7 +13,7 @@ from mars.lab import recipes
 from mars.lab.errors import LabError
 from mars.lab.planner import gpus, models, network, newton_schulz, steps
 from mars.lab.planner.gpus import Gpu
-from mars.lab.planner.network import Cluster
+from mars.lab.planner.network import Cluster, Strategy
 from mars.lab.planner.predict import Job, predict, rank_memory
 from mars.lab.planner.steps import OPTIMIZERS, RULES, Optimizer, Setting
 from mars.sharding import flops
@@ -208,11 +208,12 @@ def _processes(content: dict[str, Any]) -> Iterator[Compared]:
     where = f"{ranks} processes"
     costs = [flops("mars-m", shape, newton_schulz.STEPS) for shape in content["shapes"]]
     share = newton_schulz.balance(costs, ranks).max_over_mean / ranks
-    for strategy, name, ways in (
+    kinds: tuple[tuple[Strategy, str, tuple[str, str]], ...] = (
         ("fsdp2", "sharded", ("every rank gathers and does all", "owners, one round")),
         ("ddp", "replicated", ("every rank does all", "owners")),
-    ):
-        cluster = Cluster(gpus.find("h200"), ranks, ranks, strategy)  # type: ignore[arg-type]
+    )
+    for strategy, name, ways in kinds:
+        cluster = Cluster(gpus.find("h200"), ranks, ranks, strategy)
         naive, owned = (f"{name}: {way}" for way in ways)
         sent = {
             naive: network.naive_bytes(cluster, content["elements"], bits),

@@ -44,7 +44,6 @@ class Task(ABC):
     # From the configuration alone.
 
     per_row: int  # units in a row
-    flops: int  # to train on one unit, forward and backward
 
     @property
     def per_step(self) -> int:
@@ -59,6 +58,11 @@ class Task(ABC):
     @abstractmethod
     def model(self, seed: int | None) -> nn.Module:
         """The model with the initial weights of a seed; None: without values, for its shapes."""
+
+    @property
+    @abstractmethod
+    def flops(self) -> int:
+        """To train on one unit, forward and backward."""
 
     @property
     def parameters(self) -> int:

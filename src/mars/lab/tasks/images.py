@@ -77,7 +77,7 @@ class Vision(Task):
         return model
 
     @cached_property
-    def flops(self) -> int:  # type: ignore[override]
+    def flops(self) -> int:
         return flops_per_image(self._shadow, self.config.channels, self.config.size)
 
     def kept_bytes(self, dtype: torch.dtype) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -25,7 +26,6 @@ class Language(Task):
         super().__init__(run)
         self.config = run.gpt
         self.per_row = self.config.block_size
-        self.flops = flops_per_token(self.config)
 
     @property
     def batch_text(self) -> str:
@@ -33,6 +33,10 @@ class Language(Task):
 
     def model(self, seed: int | None) -> nn.Module:
         return GPT(self.config, seed=seed, fp8_head=self.run.loop.fp8_head)
+
+    @cached_property
+    def flops(self) -> int:
+        return flops_per_token(self.config)
 
     def miniature(self) -> nn.Module:
         width = 8 * self.config.n_head
