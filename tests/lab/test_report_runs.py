@@ -32,7 +32,7 @@ def test_a_run_is_read_as_arrays(tmp_path: Path) -> None:
     assert (run.label, run.optimizer, run.seed, run.status) == ("MARS-M", "mars-m", 3, "done")
     assert run.valid["step"].tolist() == list(range(0, 401, 25))
     assert run.final == run.valid["loss"][-1]
-    assert (run.step, run.amount) == (400, 400 * logs.PER_STEP)
+    assert (run.step, run.progress) == (400, 400 * logs.PER_STEP)
     assert len(run.diagnostics) == 8
     assert run.train["memory"][0] == 1.5e9
     assert np.isnan(run.train["loss"]).sum() == 0
@@ -147,7 +147,7 @@ def test_unknown_records_and_absurd_values_are_survived(tmp_path: Path) -> None:
     ]  # fmt: skip
     (run,) = load([logs.write(tmp_path / "a", lines)])
     assert np.isnan(run.train["loss"]).all()
-    assert (run.step, run.amount) == (0, 0)
+    assert (run.step, run.progress) == (0, 0)
 
 
 @pytest.mark.parametrize(

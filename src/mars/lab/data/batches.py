@@ -66,10 +66,6 @@ class Batches:
             found.append(phase + int(order[k]) * self.context)
         return found
 
-    def epochs(self, steps: int) -> float:
-        """How often the stream has been gone through after so many steps."""
-        return steps * self.batch_size / self.windows
-
     def _epoch(self, epoch: int) -> tuple[int, npt.NDArray[np.int64]]:
         """Phase and order of an epoch; the last two are kept, for batches across the border."""
         if epoch not in self._epochs:

@@ -73,11 +73,6 @@ class RunLog:
         return of(self.header.get("unit"))
 
     @property
-    def amount(self) -> float:
-        """Tokens or images that it was trained on."""
-        return self._furthest(self.measure.unit)
-
-    @property
     def progress(self) -> float:
         """How far it got: tokens, or epochs."""
         return self._furthest(self.measure.progress)
