@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,14 +14,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from mars import MARS
+from mars.lab.config import ImageModel
 from mars.lab.errors import LabError
 from mars.lab.images import draws, open_images, transform
-from mars.lab.models.vision import Classifier, cnn, flops_per_image, resnet18, vit
+from mars.lab.models.vision import CNN, Classifier, ResNet18, ViT, flops_per_image
 
+SMALL_VIT = ImageModel(size=16, depth=2, width=32, heads=4)
+DIGITS = ImageModel(channels=1, size=8)
 SMALL: dict[str, tuple[Callable[..., Classifier], int, int]] = {
-    "resnet18": (lambda **kw: resnet18(10, 3, **kw), 3, 16),
-    "vit": (lambda **kw: vit(10, 3, 16, 4, 2, 32, 4, **kw), 3, 16),
-    "cnn": (lambda **kw: cnn(10, 1, 8, **kw), 1, 8),
+    "resnet18": (lambda **kw: ResNet18(ImageModel(), **kw), 3, 16),
+    "vit": (lambda **kw: ViT(SMALL_VIT, **kw), 3, 16),
+    "cnn": (lambda **kw: CNN(DIGITS, **kw), 1, 8),
 }
 each = pytest.mark.parametrize("name", SMALL)
 
@@ -31,11 +35,11 @@ def count(model: nn.Module) -> int:
 
 def test_resnet18_has_the_published_number_of_parameters() -> None:
     with torch.device("meta"):
-        assert count(resnet18(10, seed=None)) == 11_173_962
-        assert count(resnet18(100, seed=None)) == 11_173_962 + 90 * 513
-        assert count(vit(10, seed=None)) == 10_694_794
-        assert count(cnn(10, seed=None)) == 38_330
-        names = dict(resnet18(10, seed=None).named_parameters())
+        assert count(ResNet18(ImageModel(), seed=None)) == 11_173_962
+        assert count(ResNet18(ImageModel(classes=100), seed=None)) == 11_173_962 + 90 * 513
+        assert count(ViT(ImageModel(), seed=None)) == 10_694_794
+        assert count(CNN(DIGITS, seed=None)) == 38_330
+        names = dict(ResNet18(ImageModel(), seed=None).named_parameters())
     assert names["conv1.weight"].shape == (64, 3, 3, 3)
     assert names["layer4.0.downsample.0.weight"].shape == (512, 256, 1, 1)
     # What the authors' rule gives to MARS: of all matrices, `fc` alone is 2-D.
@@ -44,7 +48,7 @@ def test_resnet18_has_the_published_number_of_parameters() -> None:
 
 def test_resnet18_takes_larger_images_and_keeps_its_maps_large() -> None:
     with torch.device("meta"):
-        model = resnet18(200, seed=None)
+        model = ResNet18(ImageModel(classes=200), seed=None)
         assert model(torch.empty(2, 3, 64, 64)).shape == (2, 200)
         assert model.layer4(model.layer3(model.layer2(torch.empty(1, 64, 32, 32)))).shape[2:] == (
             4,
@@ -71,7 +75,7 @@ def test_initial_weights_are_a_function_of_the_seed_alone(name: str) -> None:
 
 
 def test_initial_weights_are_torchs_default() -> None:
-    model, fresh = resnet18(10), nn.Conv2d(256, 512, 3, bias=False)
+    model, fresh = ResNet18(ImageModel()), nn.Conv2d(256, 512, 3, bias=False)
     mine = model.layer4[0].conv1.weight
     bound = 1 / math.sqrt(256 * 9)
     assert mine.abs().max() <= bound
@@ -101,7 +105,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(name: str) -> None:
 
 
 def test_vit_sees_patches_as_a_convolution_would() -> None:
-    model = vit(10, 3, 16, 4, 1, 32, 4)
+    model = ViT(replace(SMALL_VIT, depth=1))
     x = torch.randn(2, 3, 16, 16)
     kernel = model.patch_embed.weight.view(32, 3, 4, 4)
     wanted = F.conv2d(x, kernel, model.patch_embed.bias, stride=4).flatten(2).transpose(1, 2)
@@ -111,23 +115,25 @@ def test_vit_sees_patches_as_a_convolution_would() -> None:
 
 def test_impossible_sizes_are_refused() -> None:
     with pytest.raises(LabError, match="patch=5 does not divide images of 32×32"):
-        vit(10, patch=5)
+        ViT(ImageModel(patch=5))
     with pytest.raises(LabError, match="width=384 cannot be divided among heads=7"):
-        vit(10, heads=7)
+        ViT(ImageModel(heads=7))
 
 
 def test_flops_are_those_of_a_count_by_hand() -> None:
     with torch.device("meta"):
-        small = cnn(10, seed=None)
+        small = CNN(DIGITS, seed=None)
         hand = 9 * 16 * 64 + 9 * 16 * 32 * 16 + 512 * 64 + 64 * 10
         assert flops_per_image(small, 1, 8) == 6 * hand
         # The usual figure: 0.56 G multiplications for an image of 32×32.
-        assert flops_per_image(resnet18(10, seed=None), 3, 32) / 6e9 == pytest.approx(0.5555, 1e-3)
-        model = vit(10, seed=None)
+        assert flops_per_image(ResNet18(ImageModel(), seed=None), 3, 32) / 6e9 == pytest.approx(
+            0.5555, 1e-3
+        )
+        model = ViT(ImageModel(), seed=None)
         matrices = sum(p.numel() for b in model.blocks for p in b.parameters() if p.ndim == 2)
         hand = 64 * (matrices + 48 * 384) + 3840 + 6 * 2 * 64 * 64 * 384
         assert flops_per_image(model, 3, 32) == 6 * hand
-    real = cnn(10)
+    real = CNN(DIGITS)
     before = copy.deepcopy(real.state_dict())
     flops_per_image(real, 1, 8)
     assert all(torch.equal(v, before[k]) for k, v in real.state_dict().items())
@@ -138,7 +144,7 @@ def test_flops_are_those_of_a_count_by_hand() -> None:
 def test_mars_learns_digits(rule: str) -> None:
     """100 steps, a second; 600 reach 97 … 99 %."""
     train, valid = open_images("digits", "train"), open_images("digits", "valid")
-    model = cnn(10).to(memory_format=torch.channels_last)
+    model = CNN(DIGITS).to(memory_format=torch.channels_last)
     optimizer = MARS(model.parameters(), lr=3e-3, matrix_rule=rule)
     generator = torch.Generator().manual_seed(0)
     for step in range(100):
@@ -157,7 +163,7 @@ def test_mars_learns_digits(rule: str) -> None:
 
 @pytest.mark.slow
 def test_a_model_is_one_graph_for_all_steps() -> None:
-    model = cnn(10)
+    model = CNN(DIGITS)
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     step = torch.compile(model, backend=counter, fullgraph=True)

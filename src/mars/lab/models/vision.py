@@ -1,8 +1,8 @@
 """Image classifiers: ResNet-18 for small images, a small vision transformer, a tiny CNN.
 
-`resnet18` is torchvision's, names included, but for what images of 32 or 64 pixels need: a 3×3 stem
-of stride 1 and no max-pool, as in kuangliu's pytorch-cifar. `vit` has timm's names and the mean of
-its tokens in place of a class token. `cnn` is for digits.
+`ResNet18` is torchvision's, names included, but for what images of 32 or 64 pixels need: a 3×3 stem
+of stride 1 and no max-pool, as in kuangliu's pytorch-cifar. `ViT` has timm's names and the mean of
+its tokens in place of a class token. `CNN` is for digits.
 
 Nothing but the usual: no zero-initialised residual branches, no tricks.
 Letters in names: B batch, C channels, H × W pixels, T patches, D width, E = D / heads.
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mars.lab.config import ImageModel
 from mars.lab.dtensors import fill
 from mars.lab.errors import LabError
 
@@ -37,9 +38,15 @@ def _linear(n_in: int, n_out: int) -> nn.Linear:
 
 
 class Classifier(nn.Module):
-    """What all of them have: `logits` is each one's own."""
+    """What all of them have: `logits` is each one's own.
 
-    label_smoothing = 0.0  # of the loss while training
+    Each is made of a configuration and the seed of its initial weights; None draws none, which is
+    for who only wants the shapes.
+    """
+
+    def __init__(self, config: ImageModel) -> None:
+        super().__init__()
+        self.label_smoothing = config.label_smoothing  # of the loss while training
 
     def logits(self, x_BCHW: Tensor) -> Tensor:
         raise NotImplementedError
@@ -94,16 +101,21 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(Classifier):
-    """For images of 32×32 and more, of any size: the last map is averaged."""
+    """For images of 32×32 and more, of any size: the last map is averaged.
 
-    def __init__(self, classes: int, channels: int) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = _conv(channels, 64, 3), nn.BatchNorm2d(64)
+    11,173,962 parameters for 10 classes and 3 channels.
+    """
+
+    def __init__(self, config: ImageModel, *, seed: int | None = 0) -> None:
+        super().__init__(config)
+        self.conv1, self.bn1 = _conv(config.channels, 64, 3), nn.BatchNorm2d(64)
         self.layer1 = nn.Sequential(BasicBlock(64, 64, 1), BasicBlock(64, 64, 1))
         self.layer2 = nn.Sequential(BasicBlock(64, 128, 2), BasicBlock(128, 128, 1))
         self.layer3 = nn.Sequential(BasicBlock(128, 256, 2), BasicBlock(256, 256, 1))
         self.layer4 = nn.Sequential(BasicBlock(256, 512, 2), BasicBlock(512, 512, 1))
-        self.fc = _linear(512, classes)
+        self.fc = _linear(512, config.classes)
+        if seed is not None:
+            self.initialise(seed)
 
     def logits(self, x_BCHW: Tensor) -> Tensor:
         x_BCHW = F.relu(self.bn1(self.conv1(x_BCHW)))
@@ -151,23 +163,27 @@ class Block(nn.Module):
 
 
 class ViT(Classifier):
-    """Patches are multiplied by a matrix, so that every weight but the positions is one."""
+    """Patches are multiplied by a matrix, so that every weight but the positions is one.
 
-    def __init__(
-        self, classes: int, channels: int, size: int, patch: int, depth: int, width: int, heads: int
-    ) -> None:
-        super().__init__()
+    As configured by default 10.7M parameters, about as many as `ResNet18`.
+    """
+
+    def __init__(self, config: ImageModel, *, seed: int | None = 0) -> None:
+        super().__init__(config)
+        size, patch, width, heads = config.size, config.patch, config.width, config.heads
         if size % patch:
             raise LabError(f"patch={patch} does not divide images of {size}×{size}")
         if width % heads:
             raise LabError(f"width={width} cannot be divided among heads={heads}")
         self.patch = patch
-        self.patch_embed = _linear(channels * patch * patch, width)
+        self.patch_embed = _linear(config.channels * patch * patch, width)
         place = torch.empty(1, (size // patch) ** 2, width, device=torch.get_default_device())
         self.pos_embed = nn.Parameter(place)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(config.depth))
         self.norm = nn.LayerNorm(width)
-        self.head = _linear(width, classes)
+        self.head = _linear(width, config.classes)
+        if seed is not None:
+            self.initialise(seed)
 
     def logits(self, x_BCHW: Tensor) -> Tensor:
         x = F.pixel_unshuffle(x_BCHW, self.patch)  # (B, C·patch², rows, columns)
@@ -189,14 +205,19 @@ class ViT(Classifier):
 
 
 class CNN(Classifier):
-    """Two convolutions and two matrices; the first matrix has most of the parameters."""
+    """Two convolutions and two matrices; the first matrix has most of the parameters.
 
-    def __init__(self, classes: int, channels: int, size: int) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = _conv(channels, 16, 3), nn.BatchNorm2d(16)
+    38 thousand for digits.
+    """
+
+    def __init__(self, config: ImageModel, *, seed: int | None = 0) -> None:
+        super().__init__(config)
+        self.conv1, self.bn1 = _conv(config.channels, 16, 3), nn.BatchNorm2d(16)
         self.conv2, self.bn2 = _conv(16, 32, 3, stride=2), nn.BatchNorm2d(32)
-        self.fc1 = _linear(32 * ((size + 1) // 2) ** 2, 64)
-        self.fc2 = _linear(64, classes)
+        self.fc1 = _linear(32 * ((config.size + 1) // 2) ** 2, 64)
+        self.fc2 = _linear(64, config.classes)
+        if seed is not None:
+            self.initialise(seed)
 
     def logits(self, x_BCHW: Tensor) -> Tensor:
         x_BCHW = F.relu(self.bn1(self.conv1(x_BCHW)))
@@ -205,41 +226,11 @@ class CNN(Classifier):
         return logits
 
 
-Model = TypeVar("Model", bound=Classifier)
+class Network(Protocol):
+    def __call__(self, config: ImageModel, *, seed: int | None = 0) -> Classifier: ...
 
 
-def resnet18(classes: int, channels: int = 3, *, seed: int | None = 0) -> ResNet18:
-    """ResNet-18 with a 3×3 stem: 11,173,962 parameters for 10 classes and 3 channels.
-
-    ``seed`` is of the initial weights; None draws none, for who only wants the shapes.
-    """
-    return _begun(ResNet18(classes, channels), seed)
-
-
-def vit(
-    classes: int,
-    channels: int = 3,
-    size: int = 32,
-    patch: int = 4,
-    depth: int = 6,
-    width: int = 384,
-    heads: int = 6,
-    *,
-    seed: int | None = 0,
-) -> ViT:
-    """A vision transformer; with the defaults 10.7M parameters, about as many as `resnet18`."""
-    return _begun(ViT(classes, channels, size, patch, depth, width, heads), seed)
-
-
-def cnn(classes: int, channels: int = 1, size: int = 8, *, seed: int | None = 0) -> CNN:
-    """A CNN of 38 thousand parameters for digits."""
-    return _begun(CNN(classes, channels, size), seed)
-
-
-def _begun(model: Model, seed: int | None) -> Model:
-    if seed is not None:
-        model.initialise(seed)
-    return model
+ARCHITECTURES: dict[str, Network] = {"resnet18": ResNet18, "vit": ViT, "cnn": CNN}
 
 
 def flops_per_image(model: Classifier, channels: int, size: int) -> int:

@@ -20,7 +20,7 @@ from mars.lab.config import ImageData, ImageModel, Run
 from mars.lab.data.batches import shuffled
 from mars.lab.errors import LabError
 from mars.lab.images import Images, draws, open_images, transform
-from mars.lab.models.vision import Classifier, cnn, flops_per_image, resnet18, vit
+from mars.lab.models.vision import ARCHITECTURES, Classifier, flops_per_image
 from mars.lab.tasks.base import Batch, Source, Task
 
 VALIDATED = 2000  # images in a forward pass of a validation, at most
@@ -48,18 +48,7 @@ class Vision(Task):
 
         they are cast at every pass anyhow, and optimizers read them as they lie, fused MARS too.
         """
-        c = self.config
-        model: Classifier
-        if c.arch == "resnet18":
-            model = resnet18(c.classes, c.channels, seed=seed)
-        elif c.arch == "vit":
-            model = vit(
-                c.classes, c.channels, c.size, c.patch, c.depth, c.width, c.heads, seed=seed
-            )
-        else:
-            model = cnn(c.classes, c.channels, c.size, seed=seed)
-        model.label_smoothing = c.label_smoothing
-        return model
+        return ARCHITECTURES[self.config.arch](self.config, seed=seed)
 
     @cached_property
     def _shadow(self) -> Classifier:
