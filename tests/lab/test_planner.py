@@ -135,10 +135,43 @@ def test_operations_of_a_4_to_1_matrix_by_hand() -> None:
     n = 512
     unit = 2 * n**3
     assert newton_schulz.flops((4 * n, n)) == newton_schulz.flops((n, 4 * n)) == 20.5 * unit
-    assert newton_schulz.muon_flops((n, 4 * n)) == 45 * unit
+    muon = steps.ownership_costs(OPTIMIZERS["muon"], [(n, 4 * n), (4 * n, n)])
+    assert muon == [45 * unit, 45 * unit]
     # A square goes step by step: X·Xᵀ and A² by half, B·X whole.
     assert newton_schulz.flops((n, n)) == 5 * (0.5 + 0.5 + 1) * unit
     assert newton_schulz.flops((n, n), halves=False) == 5 * 3 * unit
+
+
+def test_symmetric_products_are_halved_as_the_fused_engine_halves_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The planner runs without Triton, so it repeats numbers of the engine."""
+    pytest.importorskip("triton")
+    from mars.engines.fused import matrices as engine
+    from mars.rule.newton_schulz import NewtonSchulz
+
+    assert engine.LIMIT == newton_schulz.STACK_ELEMENTS
+    assert engine.BM == engine.BN == newton_schulz.SYMMETRIC_TILE
+    ns = NewtonSchulz()
+    assert ns.steps == newton_schulz.STEPS
+    empty = torch.empty(0)
+    for long in (1023, 1024):
+        stack = engine.Stack("mars-m", 512, long, ns, empty, empty, True)
+        assert newton_schulz.Stack(1, 512, long).gram == stack.gram
+    grids: list[tuple[int, int]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, int]) -> Any:
+            return lambda *a, **k: grids.append(grid)
+
+    monkeypatch.setattr(engine.kernels, "symmetric", Kernel())
+    monkeypatch.setattr(engine, "_has_kernel", lambda S: True)
+    monkeypatch.setattr(engine, "_processors", lambda device: 1)
+    for rows in (newton_schulz.SMALLEST_ROWS - 8, newton_schulz.SMALLEST_ROWS):
+        S = torch.zeros(1, rows, 64, dtype=torch.bfloat16)
+        engine.symmetric(S, torch.empty(1, rows, rows, dtype=torch.bfloat16))
+    side = newton_schulz.SMALLEST_ROWS // newton_schulz.SYMMETRIC_TILE
+    assert grids == [(side * (side + 1) // 2, 1)]
 
 
 def test_time_of_a_product_counts_idle_processors() -> None:

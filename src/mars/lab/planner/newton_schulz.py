@@ -17,7 +17,7 @@ from mars.sharding import owners
 Matrix = tuple[int, int]
 
 STEPS = 5
-STACK_ELEMENTS = 1 << 28
+STACK_ELEMENTS = 1 << 28  # this, the tile and the rows are the fused engine's; a test ties them
 SYMMETRIC_TILE = 128
 LIBRARY_TILE = (128, 256)  # cuBLAS on stacks; alone a product gets smaller ones, which fill better
 ALONE_TILE = (128, 128)
@@ -75,18 +75,6 @@ def flops(matrix: Matrix, halves: bool = True) -> int:
     wide, small, plain, last = stack.products
     symmetric = wide * grown + small * square
     return (symmetric // 2 if halves else symmetric) + plain * square + last * grown
-
-
-def muon_flops(matrix: Matrix) -> int:
-    """Operations as torch.optim.Muon has it: three whole products a step."""
-    short, long = min(matrix), max(matrix)
-    return STEPS * (4 * short**2 * long + 2 * short**3)
-
-
-def shampoo_order_flops(matrix: Matrix) -> int:
-    """Operations in the order of Shampoo's authors, which engines other than the fused one keep."""
-    short, long = min(matrix), max(matrix)
-    return STEPS * 6 * short**2 * long
 
 
 def plain_seconds(

@@ -9,6 +9,7 @@ from typing import Literal
 from mars.bench.shapes import Shape
 from mars.lab.planner import newton_schulz
 from mars.lab.planner.gpus import EIGHT_BIT_ELEMENTS_PER_SM_SECOND, TORCH_SHARE, Gpu
+from mars.sharding import flops
 
 Form = Literal["float32", "bfloat16", "8bit"]
 Engine = Literal["fused", "foreach"]
@@ -233,9 +234,7 @@ def newton_schulz_seconds(
 
 def ownership_costs(optimizer: Optimizer, matrices: Sequence[newton_schulz.Matrix]) -> list[int]:
     """By what the library balances: operations in the authors' orders."""
-    shampoo = optimizer.hidden == "mars-shampoo"
-    count = newton_schulz.shampoo_order_flops if shampoo else newton_schulz.muon_flops
-    return [count(matrix) for matrix in matrices]
+    return [flops(optimizer.hidden, matrix, newton_schulz.STEPS) for matrix in matrices]
 
 
 def space_bytes(
