@@ -5,10 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from mars.lab.report import details, result
 from mars.lab.report.markup import Child, Markup, escape, join, tag
@@ -21,14 +20,8 @@ from mars.lab.rundir import write_atomically
 SCRIPTS = ("base.js", "scale.js", "curves.js", "chart.js", "hand.js", "save.js", "page.js")
 
 
-def render(
-    runs: Sequence[RunLog],
-    summary: Summary,
-    rates: Mapping[str, Any] | None = None,
-    title: str | None = None,
-) -> str:
-    """The page. `rates`: a committed learning-rate grid, for optimizers that ran at one rate."""
-    summary = summary.with_rates(rates)
+def render(runs: Sequence[RunLog], summary: Summary, title: str | None = None) -> str:
+    """The page."""
     script = "(() => {\n'use strict';\n" + "".join(map(_resource, SCRIPTS)) + "})();"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     grid = next((curve.source for curve in summary.sensitivity if curve.source != "runs"), None)
@@ -58,15 +51,11 @@ def render(
 
 
 def write(
-    path: str | Path,
-    runs: Sequence[RunLog],
-    summary: Summary,
-    rates: Mapping[str, Any] | None = None,
-    title: str | None = None,
+    path: str | Path, runs: Sequence[RunLog], summary: Summary, title: str | None = None
 ) -> Path:
     """Render into a file, which is replaced as a whole or not at all."""
     path = Path(path)
-    text = render(runs, summary, rates, title)
+    text = render(runs, summary, title)
     write_atomically(path, text.encode())
     return path
 

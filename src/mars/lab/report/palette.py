@@ -10,10 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 FAMILIES = {
-    "adamw", "mars-adamw", "muon", "mars-m", "lion", "mars-lion", "soap", "shampoo",
-    "mars-shampoo", "adopt", "sgd", "schedule-free",
+    "adamw", "mars-adamw", "muon", "mars-m", "lion", "mars-lion", "soap", "mars-shampoo", "adopt",
 }  # fmt: skip
-SAME = {"adam": "adamw", "plain-adamw": "adamw", "nadamw": "adamw"}
 SPARE = 5  # colours for optimizers without a family, and for a second one of a family
 DASHES = ("", "7 3", "2 3", "9 3 2 3")  # of the second, third … that has a colour
 
@@ -28,7 +26,7 @@ def colours(optimizers: Sequence[str]) -> list[tuple[str, str]]:
     seen: Counter[str] = Counter()
     chosen = []
     for optimizer in optimizers:
-        name = SAME.get(optimizer.casefold(), optimizer.casefold())
+        name = optimizer.casefold()
         if name not in FAMILIES or seen[name]:
             name, spare = f"spare-{spare % SPARE}", spare + 1
         chosen.append((name, DASHES[seen[name] % len(DASHES)]))

@@ -24,7 +24,7 @@ SPEEDS = ("tokens_per_second", "images_per_second")
 TRAIN = ("loss", "grad_norm", *SPEEDS, "lr", "mfu")
 EXTREMES = ("loss", "grad_norm", *SPEEDS)
 AXES = ("step", "tokens", "epoch", "seconds")
-READINGS = ("clipped", "c_norm", "cosine", "update_rms", "variance_ratio", "independent")
+READINGS = ("clipped", "c_norm", "cosine", "variance_ratio", "independent")
 
 
 def payload(summary: Summary) -> dict[str, Any]:
@@ -33,7 +33,6 @@ def payload(summary: Summary) -> dict[str, Any]:
     count = sum(len(entry.runs) + len(entry.others) for entry in summary.entries)
     limit = max(FEWEST, min(LIMIT, TOTAL // max(1, count)))
     return {
-        "baseline": summary.baseline.label if summary.baseline else None,
         "unit": summary.measure.unit,
         "progress": summary.measure.progress,
         "score": summary.measure.score,
@@ -66,7 +65,6 @@ def _entry(entry: Entry, look: tuple[str, str], limit: int) -> dict[str, Any]:
     runs = [*((run, True) for run in entry.runs), *((run, False) for run in entry.others)]
     return {
         "label": entry.label,
-        "lr": entry.lr,
         "colour": look[0],
         "dash": look[1],
         "compared": entry.incomparable is None,
@@ -168,7 +166,6 @@ def _rates(curve: Sensitivity, colour: str, dash: str) -> dict[str, Any]:
         "colour": colour,
         "dash": dash,
         "best": curve.best,
-        "bracketed": curve.bracketed,
         "points": [
             {"lr": p.lr, "losses": list(p.losses.values()), "mean": p.mean, "dead": p.dead}
             for p in curve.points

@@ -21,7 +21,6 @@ class RatePoint:
     lr: float
     losses: dict[int, float]  # or errors, by seed, of the runs that got to their end
     dead: int = 0  # diverged or failed
-    pending: int = 0  # not finished
 
     @property
     def mean(self) -> float | None:
@@ -60,7 +59,7 @@ def from_runs(label: str, runs: Sequence[RunLog]) -> Sensitivity:
     for lr, members in sorted(by_rate.items()):
         losses = {run.seed: run.score for run in members if run.score is not None}
         dead = sum(run.status == "diverged" for run in members)
-        points.append(RatePoint(lr, losses, dead, len(members) - len(losses) - dead))
+        points.append(RatePoint(lr, losses, dead))
     return Sensitivity(label, runs[0].optimizer, tuple(points), best_rate(points))
 
 

@@ -7,7 +7,6 @@ function scale(domain, pixels, log) {
   const unit = (pixels[1] - pixels[0]) / (b - a || 1);
   const to = (value) => pixels[0] + (map(value) - a) * unit;
   to.invert = (pixel) => back(a + (pixel - pixels[0]) / unit);
-  to.domain = domain;
   to.log = log;
   return to;
 }
