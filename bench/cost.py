@@ -58,7 +58,7 @@ from mars.lab.optimizers import build, state_bytes
 from mars.lab.planner import predict, words
 from mars.lab.planner.steps import OPTIMIZERS
 from mars.lab.planner.validate import of_cost
-from mars.lab.rundir import write_atomically
+from mars.lab.rundir import write_json
 
 FORMAT = 2
 CLIP = 1.0
@@ -237,7 +237,7 @@ class File:
         self.rows |= {(row["size"], row["optimizer"]): row for row in rows}
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, (json.dumps(self.content(), indent=1) + "\n").encode())
+            write_json(self.path, self.content(), indent=1)
 
 
 def cells(file: File, sizes: Sequence[str], place: Place, args: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from mars.lab.differences import first_difference, is_free
 from mars.lab.errors import LabError
 from mars.lab.optimizers import label
 from mars.lab.report import fit, units
-from mars.lab.rundir import write_atomically
+from mars.lab.rundir import write_json
 
 if TYPE_CHECKING:
     import optuna
@@ -112,9 +112,9 @@ class Findings:
             for t in study.get_trials(deepcopy=False)
         ]
         about = {**self._about(), "best": best(study), "trials": trials}
-        _write(self.directory / "tune.json", about)
+        write_json(self.directory / "tune.json", about)
         if about["best"] is not None:
-            _write(self.directory / "best.json", self.settings(ranked(study)[0].params))
+            write_json(self.directory / "best.json", self.settings(ranked(study)[0].params))
 
     def settings(self, values: Mapping[str, float]) -> dict[str, Any]:
         """A recipe with these values: all of the optimizer, and else what its recipe lacks."""
@@ -189,7 +189,3 @@ class Findings:
                     f"range, {limits}: search around it with {option} and another --out"
                 )
         return lines
-
-
-def _write(path: Path, values: dict[str, Any]) -> None:
-    write_atomically(path, (json.dumps(values, indent=2) + "\n").encode())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from mars.lab.config import Run, read_config, to_json
 from mars.lab.errors import LabError
 from mars.lab.log import read
 from mars.lab.report import units
-from mars.lab.rundir import RunDirectory, write_atomically
+from mars.lab.rundir import RunDirectory, write_json
 
 
 def follow(runs: Sequence[Run]) -> None:
@@ -27,9 +26,8 @@ def follow(runs: Sequence[Run]) -> None:
     task = tasks.of(tasks.with_steps(runs[0])).open()
     same = [path for path in there if _sums(path) == [task.train.sha256, task.valid.sha256]]
     for path in same:
-        config = json.dumps(to_json(there[path]), indent=2) + "\n"
         with RunDirectory(path, "config.json").lock():
-            write_atomically(path / "config.json", config.encode())
+            write_json(path / "config.json", to_json(there[path]))
     if same:
         more = f" and {units.count(len(same) - 1, 'more run')}" if len(same) > 1 else ""
         sys.stderr.write(f"the data of {same[0]}{more} are in {data.source} now, and the same\n")

@@ -20,7 +20,7 @@ from mars.lab.optimizers import build, foreign
 from mars.lab.pool import Job, cores, run_all, threads
 from mars.lab.recipes import settings
 from mars.lab.report import Summary, units
-from mars.lab.rundir import RunDirectory, write_atomically
+from mars.lab.rundir import RunDirectory, write_json
 from mars.lab.train import check_unchanged, finished, open_if_there
 
 FIELD = ("adamw", "lion", "muon", "mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
@@ -257,7 +257,7 @@ def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
         "notes": notes,
     }
     with RunDirectory(directory, "race.json").lock():
-        write_atomically(directory / "race.json", (json.dumps(about, indent=2) + "\n").encode())
+        write_json(directory / "race.json", about)
         failed = run_all(jobs, processes, command)
         if failed is None:
             begun = any(directory.glob("*/log.jsonl"))
@@ -326,8 +326,7 @@ def tell(args: RaceArgs, directory: Path, jobs: list[Job], about: dict[str, Any]
         if known and name not in measured:
             sys.stdout.write(f"! the rate of {name} is not tuned; a grid: {GRID}\n")
     if len(args.rates) > 1:
-        outcome = json.dumps(grid_of(summary, about), indent=1) + "\n"
-        write_atomically(directory / "rates.json", outcome.encode())
+        write_json(directory / "rates.json", grid_of(summary, about), indent=1)
     if args.report:
         page = write(directory / "report.html", runs, summary)
         sys.stdout.write(f"\nreport: {page.resolve().as_uri()}\n")

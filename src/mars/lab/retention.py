@@ -18,7 +18,7 @@ import torch
 
 import mars
 from mars.lab import sealed
-from mars.lab.rundir import sync_directory, temporary_name, write_atomically
+from mars.lab.rundir import sync_directory, temporary_name, write_json
 from mars.lab.sealed import CheckpointError
 
 MODEL, OPTIMIZER, TRAINING = "model.safetensors", "optimizer.pt", "training.pt"
@@ -118,8 +118,7 @@ def note_best(folder: Path, step: int, loss: float | None) -> None:
     older = noted is not None and noted[0] < step and noted[1] <= loss
     if noted is not None and older and looks_valid(folder / f"step-{noted[0]:08d}"):
         return
-    note = json.dumps({"step": step, "loss": float(loss)}) + "\n"
-    write_atomically(folder / "best.json", note.encode())
+    write_json(folder / "best.json", {"step": step, "loss": float(loss)}, indent=None)
 
 
 def versions() -> dict[str, str]:

@@ -127,6 +127,12 @@ def write_atomically(path: Path, data: bytes | Callable[[BinaryIO], object]) -> 
             temporary.unlink()
 
 
+def write_json(path: Path, values: object, indent: int | None = 2, *, ascii: bool = True) -> None:
+    """Write values as JSON, like `write_atomically`; without ``ascii`` letters stay as they are."""
+    text = json.dumps(values, indent=indent, ensure_ascii=ascii) + "\n"
+    write_atomically(path, text.encode())
+
+
 class RunDirectory:
     """A directory in which a run may write: made if need be, refused at once if it cannot be.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from mars.lab.evaluation.table import as_json, table
 from mars.lab.evaluation.tasks import Task, names_of, open_tasks
 from mars.lab.loading import load
 from mars.lab.report import fit, units
-from mars.lab.rundir import write_atomically
+from mars.lab.rundir import write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +76,7 @@ def eval_command(args: EvalArgs) -> list[list[Result]]:
     shown = table(_names(args.runs), results, fit.room())
     sys.stdout.write(shown + "\n\n" + "\n".join(notes) + "\n")
     if args.out is not None:
-        write_atomically(args.out, _text(args, tasks, results))
+        write_json(args.out, _values(args, tasks, results), indent=1)
     return results
 
 
@@ -126,8 +125,10 @@ def _note(name: str, own: list[Result], scorer: Scorer, seconds: float) -> str:
     return note
 
 
-def _text(args: EvalArgs, tasks: list[Task] | None, results: list[list[Result]]) -> bytes:
-    values: dict[str, Any] = {
+def _values(
+    args: EvalArgs, tasks: list[Task] | None, results: list[list[Result]]
+) -> dict[str, Any]:
+    return {
         "scored_by": "mars (JSONL)" if tasks is not None else "lm-eval",
         "data": {task.name: task.source for task in tasks} if tasks is not None else None,
         "limit": args.limit,
@@ -135,7 +136,6 @@ def _text(args: EvalArgs, tasks: list[Task] | None, results: list[list[Result]])
         "versions": hardware.versions(),
         "models": as_json(_names(args.runs), results),
     }
-    return (json.dumps(values, indent=1) + "\n").encode()
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import shlex
 import sys
@@ -18,7 +17,7 @@ from mars.lab import arguments, tasks
 from mars.lab.errors import INTERRUPTED, LabError, UsageError
 from mars.lab.optimizers import build
 from mars.lab.report import fit
-from mars.lab.rundir import RunDirectory, write_atomically
+from mars.lab.rundir import RunDirectory, write_atomically, write_json
 from mars.lab.study import fingerprint, page, times
 from mars.lab.study.definition import Study
 from mars.lab.study.questions import STUDIES, find
@@ -150,8 +149,7 @@ def _take(
         own = fingerprint.shared(study, studies, theirs, declared, here)
         new = [result for result in own if result.key not in known]
         if new and declared != ours:  # what makes theirs the same must be known here, too
-            text = json.dumps(declared, indent=1, ensure_ascii=False) + "\n"
-            write_atomically(directory / fingerprint.EQUIVALENTS, text.encode())
+            write_json(directory / fingerprint.EQUIVALENTS, declared, indent=1, ascii=False)
         file.add(new)
         sys.stderr.write(f"{other}: {len(new)} of its runs are runs of {study.name} too\n")
 

@@ -22,7 +22,7 @@ from mars.lab import hardware
 from mars.lab.errors import LabError
 from mars.lab.loop import Training
 from mars.lab.report import units
-from mars.lab.rundir import reason, write_atomically
+from mars.lab.rundir import reason, write_json
 from mars.lab.study import fingerprint
 from mars.lab.study.definition import Arm, Study
 from mars.lab.study.results import Result
@@ -72,7 +72,7 @@ def measure(
         "format": FORMAT, "command": command, "fingerprint": here, "arms": own,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }  # fmt: skip
-    write_atomically(directory / NAME, (json.dumps(record, indent=1) + "\n").encode())
+    write_json(directory / NAME, record, indent=1)
 
 
 def _written(directory: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 from mars.lab import hardware
 from mars.lab.errors import LabError
-from mars.lab.rundir import reason, write_atomically
+from mars.lab.rundir import reason, write_json
 from mars.lab.study.variance import Experiment, Look, Which, keys
 
 NAME = "unfinished.json"
@@ -58,7 +58,7 @@ class Kept:
             for (lr, batch, seed), own in looks.items()
         ]
         found = {"about": self.about, "seconds": self.seconds + seconds, "trajectories": done}
-        write_atomically(self.path, (json.dumps(found) + "\n").encode())
+        write_json(self.path, found, indent=None)
 
     def remove(self) -> None:
         """All is done, and written elsewhere."""
