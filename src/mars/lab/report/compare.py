@@ -21,33 +21,25 @@ ELSEWHERE = ("model", "data", "keep")  # parts that are compared otherwise, or s
 
 def setting(run: RunLog) -> Setting:
     """What two runs must share for their losses to mean the same."""
-    header = run.header
-    data = header.get("data")
-    data = data if isinstance(data, dict) else {}
-    config = header.get("config")
-    config = config if isinstance(config, dict) else {}
-    model, loop = config.get("model"), config.get("loop")
-    sequences = loop.get("eval_sequences") if isinstance(loop, dict) else None
-    unit, source = run.measure.unit, config.get("data")
-    source = source if isinstance(source, dict) else {}
-    varied = f"{source.get('pad', 0)} pixels, {'yes' if source.get('flip') else 'no'}"
-    if source.get("cutout"):
-        varied += f", cutout of {source['cutout']}"
+    unit = run.measure.unit
+    pad, flip, cutout = (run.at("config", "data", name) for name in ("pad", "flip", "cutout"))
+    varied = f"{pad or 0} pixels, {'yes' if flip else 'no'}"
+    if cutout:
+        varied += f", cutout of {cutout}"
     return (
-        ("training data", _sha(data.get("train"))),
-        ("validation data", _sha(data.get("valid"))),
-        ("model", json.dumps(model, sort_keys=True)),
-        (f"{unit} per step", str(header.get(f"{unit}_per_step"))),
+        ("training data", _sha(run.at("data", "train", "sha256"))),
+        ("validation data", _sha(run.at("data", "valid", "sha256"))),
+        ("model", json.dumps(run.at("config", "model"), sort_keys=True)),
+        (f"{unit} per step", str(run.at(f"{unit}_per_step"))),
         ("steps", str(run.steps)),
-        ("validation sequences", str(sequences)),
+        ("validation sequences", str(run.at("config", "loop", "eval_sequences"))),
         ("crops and flips", varied),
     )
 
 
 def _field(part: str, *names: str) -> Callable[[RunLog], Any]:
     def value(run: RunLog) -> Any:
-        config = run.header.get("config")
-        own = config.get(part) if isinstance(config, dict) else None
+        own = run.at("config", part)
         return " ".join(str(own.get(name)) for name in names) if isinstance(own, dict) else None
 
     return value
@@ -138,8 +130,7 @@ def _own(config: Any, key: str) -> bool:
     return key in OWN or is_free(config if isinstance(config, dict) else {}, part, name)
 
 
-def _sha(part: object) -> str:
-    value = part.get("sha256") if isinstance(part, dict) else None
+def _sha(value: object) -> str:
     return str(value)[:12] if value else "unknown"
 
 

@@ -20,14 +20,13 @@ QUIET = ("saved",)  # events that say nothing about a result
 def facts(summary: Summary, title: str) -> Markup:
     """One line under the title: what was trained on what."""
     run = next(iter(summary.entries[0].runs), summary.runs[0])
-    head = run.header
-    total, unit = _get(head, "parameters", "total"), run.measure.unit
+    total, unit = run.at("parameters", "total"), run.measure.unit
     said = [
-        str(head.get("name") or ""),
+        str(run.at("name") or ""),
         f"{units.tokens(total)} parameters" if isinstance(total, (int, float)) else "",
         f"{units.tokens(_planned(run))} {unit}" if _planned(run) else f"{run.steps:,} steps",
-        str(_get(head, "data", "train", "source") or ""),
-        str(_get(head, "hardware", "name") or ""),
+        str(run.at("data", "train", "source") or ""),
+        str(run.at("hardware", "name") or ""),
         f"{len(summary.runs)} runs" if len(summary.runs) > 1 else "one run",
         _dates(summary.runs),
     ]
@@ -168,12 +167,6 @@ def _names(runs: Sequence[RunLog]) -> dict[int, str]:
     return {id(run): os.path.relpath(path, top) for run, path in zip(runs, paths, strict=True)}
 
 
-def _get(record: object, *keys: str) -> object:
-    for key in keys:
-        record = record.get(key) if isinstance(record, dict) else None
-    return record
-
-
 def _planned(run: RunLog) -> float | None:
     each = run.header.get(f"{run.measure.unit}_per_step")
     return each * run.steps if isinstance(each, (int, float)) else None
@@ -187,9 +180,8 @@ def _dates(runs: Sequence[RunLog]) -> str:
 
 
 def _data(run: RunLog, part: str) -> str:
-    source, sha = _get(run.header, "data", part, "source"), _get(run.header, "data", part, "sha256")
     unit = run.measure.unit
-    count = _get(run.header, "data", part, unit)
+    source, sha, count = (run.at("data", part, name) for name in ("source", "sha256", unit))
     known = f"{units.tokens(count)} {unit}" if isinstance(count, (int, float)) else ""
     said = [str(source or ""), known, f"sha256 {sha}" if sha else ""]
     return ", ".join(text for text in said if text)

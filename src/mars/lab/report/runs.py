@@ -42,6 +42,13 @@ class RunLog:
     race: Record = field(default_factory=dict)  # race.json of the race it belongs to
     error: str = ""  # that broke it off
 
+    def at(self, *keys: str) -> Any:
+        """What the header has under these keys, one inside the other; None if it has not."""
+        found: Any = self.header
+        for key in keys:
+            found = found.get(key) if isinstance(found, dict) else None
+        return found
+
     @property
     def label(self) -> str:
         return str(self.header.get("label") or self.optimizer)
@@ -130,9 +137,7 @@ class RunLog:
     @property
     def grain(self) -> float:
         """What scores are multiples of: one image, or nothing."""
-        data = self.header.get("data")
-        valid = data.get("valid") if isinstance(data, dict) else None
-        count = _number(valid if isinstance(valid, dict) else None, "images", math.inf)
+        count = _float(self.at("data", "valid", "images"), math.inf)
         return 1.0 / count if count > 0 else 0.0
 
     @property
@@ -311,11 +316,14 @@ def _is_number(value: object) -> bool:
 
 
 def _number(record: Record | None, key: str, default: float) -> float:
-    value = record.get(key) if record else None
+    return _float(record.get(key) if record else None, default)
+
+
+def _float(value: Any, default: float) -> float:
     if not _is_number(value):
         return default
     try:
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
     except OverflowError:
         return default
 

@@ -182,9 +182,7 @@ def _entry(label: str, members: Sequence[RunLog], why: str | None) -> tuple[Entr
 
 def _ratio_1d(run: RunLog) -> float | None:
     """The rate of what is no hidden matrix, in that of the matrices."""
-    config = run.header.get("config")
-    own = config.get("optimizer") if isinstance(config, dict) else None
-    lr_1d = own.get("lr_1d") if isinstance(own, dict) else None
+    lr_1d = run.at("config", "optimizer", "lr_1d")
     return lr_1d / run.lr if isinstance(lr_1d, (int, float)) and run.lr else None
 
 
