@@ -21,6 +21,7 @@ from mars.lab.rundir import drop_torn_line, reason, write_atomically
 from mars.lab.sinks import Sink, TensorBoard, WeightsAndBiases
 
 NAME = "log.jsonl"
+FORMAT = 1  # which its header says
 
 
 class Log:
@@ -145,6 +146,17 @@ def read(path: Path) -> list[dict[str, Any]]:
             raise LabError(f"{path}: line {number} is damaged")
         records.append(record)
     return records
+
+
+def header(directory: Path) -> dict[str, Any]:
+    """What a run began with; {} if its log does not say. LabError as of `read`."""
+    return next((record for record in read(directory) if record.get("kind") == "header"), {})
+
+
+def ended(directory: Path) -> dict[str, Any]:
+    """How a run ended; {} if it goes on, or did when it was killed. LabError as of `read`."""
+    last = read(directory)[-1:]
+    return last[0] if last and last[0].get("kind") == "end" else {}
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

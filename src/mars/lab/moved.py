@@ -9,7 +9,7 @@ from pathlib import Path
 from mars.lab import tasks
 from mars.lab.config import Run, read_config, to_json
 from mars.lab.errors import LabError
-from mars.lab.log import read
+from mars.lab.log import header
 from mars.lab.report import units
 from mars.lab.rundir import RunDirectory, write_json
 
@@ -49,7 +49,7 @@ def _moved(run: Run) -> Run | None:
 def _sums(directory: Path) -> list[str]:
     """The sha256 of the data that the run began with; none if its log is lost or damaged."""
     try:
-        header = next(record for record in read(directory) if record["kind"] == "header")
-        return [header["data"][name]["sha256"] for name in ("train", "valid")]
-    except (LabError, StopIteration, KeyError):
+        begun = header(directory)
+        return [begun["data"][name]["sha256"] for name in ("train", "valid")]
+    except (LabError, KeyError):
         return []

@@ -14,7 +14,7 @@ from mars.lab import tasks, workers
 from mars.lab.config import Run, read_config
 from mars.lab.crew import Crew, WorkerDied, stop, watched
 from mars.lab.errors import LabError
-from mars.lab.log import read
+from mars.lab.log import ended
 from mars.lab.progress import Shown
 from mars.lab.report import units
 
@@ -54,9 +54,9 @@ def _ended_before(run: Run) -> tuple[str, str] | None:
     """
     directory = Path(run.directory)
     try:
-        last = read(directory)[-1]
+        last = ended(directory)
         same = read_config(directory / "config.json").loop == tasks.with_steps(run).loop
-    except (LabError, IndexError):
+    except LabError:
         return None
     status = last.get("status")
     if status not in ("done", "diverged") or not (same and run.keep.resume):

@@ -16,6 +16,7 @@ from mars.lab.config import Run, check, read_config, to_json
 from mars.lab.differences import first_difference
 from mars.lab.errors import INTERRUPTED, LabError, UsageError
 from mars.lab.hardware import choose_device
+from mars.lab.log import NAME as LOG
 from mars.lab.optimizers import build, foreign
 from mars.lab.pool import Job, cores, run_all, threads
 from mars.lab.recipes import settings
@@ -260,7 +261,7 @@ def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
         write_json(directory / "race.json", about)
         failed = run_all(jobs, processes, command)
         if failed is None:
-            begun = any(directory.glob("*/log.jsonl"))
+            begun = any(directory.glob(f"*/{LOG}"))
             more = f", `mars report {directory}` shows what there is" if begun else ""
             sys.stdout.write(f"stopped; the same command resumes from here{more}\n")
             return INTERRUPTED
@@ -313,7 +314,7 @@ def tell(args: RaceArgs, directory: Path, jobs: list[Job], about: dict[str, Any]
     """The table, and the page."""
     from mars.lab.report import fit, load, summarise, table, write
 
-    here = [directory / job.name for job in jobs if (directory / job.name / "log.jsonl").exists()]
+    here = [directory / job.name for job in jobs if (directory / job.name / LOG).exists()]
     if not here:
         return
     runs = load(here)
@@ -330,6 +331,6 @@ def tell(args: RaceArgs, directory: Path, jobs: list[Job], about: dict[str, Any]
     if args.report:
         page = write(directory / "report.html", runs, summary)
         sys.stdout.write(f"\nreport: {page.resolve().as_uri()}\n")
-    others = len({log.parent for log in directory.glob("*/log.jsonl")}) - len(here)
+    others = len({log.parent for log in directory.glob(f"*/{LOG}")}) - len(here)
     if others > 0:
         sys.stdout.write(f"({others} earlier runs are here too: `mars report {directory}`)\n")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mars.lab import arguments, moved, unread
+from mars.lab import arguments, log, moved, unread
 from mars.lab.config import Run, read_config
 from mars.lab.describe import describe
 from mars.lab.errors import INTERRUPTED, LabError, unexpected
@@ -41,7 +41,7 @@ def train_command(words: list[str]) -> int:
         train(run, command=command, extend=True)
         return 0
     moved.follow([run])
-    begun = (Path(run.directory) / "log.jsonl").exists()
+    begun = (Path(run.directory) / log.NAME).exists()
     with Progress(run.loop.steps, begun) as progress:
         try:
             outcome = train(run, command=command, watch=progress, extend=True)

@@ -135,7 +135,7 @@ def _watched(run: Run, watcher: Watcher, order: Order) -> State:
         return "stopped"
     watcher.loss = outcome.score
     if watcher.place["step"] == 0:  # it was complete before: its log knows how long it took
-        watcher.place["seconds"] = log.read(Path(run.directory))[-1]["seconds"]
+        watcher.place["seconds"] = log.ended(Path(run.directory))["seconds"]
     return "complete" if watcher.loss is not None else "diverged"
 
 

@@ -18,13 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mars.lab.errors import LabError, UsageError
+from mars.lab.log import FORMAT
+from mars.lab.log import NAME as LOG
 from mars.lab.report.measure import Measure, of
 
 Record = dict[str, Any]
 Series = dict[str, NDArray[np.float64]]  # columns of equal length; null is NaN
 
-LOG, ERROR = "log.jsonl", "error.txt"
-FORMAT = 1
+ERROR = "error.txt"
 
 
 @dataclass(frozen=True, eq=False)

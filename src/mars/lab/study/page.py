@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from mars.lab import tasks
+from mars.lab import log, tasks
 from mars.lab.config import to_json
 from mars.lab.report import load, summarise
 from mars.lab.report import write as write_page
@@ -83,7 +83,7 @@ def _log(v: Verdict, result: Result, folder: Path, made: dict[str, str]) -> None
     run = v.study.run(arm, result.lr, result.seed)
     steps, per_step = run.loop.steps, tasks.of(run).per_step
     header = {
-        "kind": "header", "format": 1, "time": result.time, "name": v.study.name,
+        "kind": "header", "format": log.FORMAT, "time": result.time, "name": v.study.name,
         "label": arm.name, "optimizer": arm.optimizer, "lr": result.lr, "seed": result.seed,
         "config": to_json(run), "tokens_per_step": per_step, "steps": steps,
         "data": {"train": {"sha256": result.fingerprint["data"]}},
@@ -112,4 +112,4 @@ def _log(v: Verdict, result: Result, folder: Path, made: dict[str, str]) -> None
     own = folder / Wanted(arm, result.lr, result.seed, Stage.SEEDS).name
     own.mkdir()
     lines = [json.dumps(record) + "\n" for record in (header, *valid, train, end)]
-    (own / "log.jsonl").write_text("".join(lines))
+    (own / log.NAME).write_text("".join(lines))

@@ -12,6 +12,7 @@ import numpy as np
 
 from mars.lab import workers
 from mars.lab.config import Run
+from mars.lab.log import NAME
 from mars.lab.report.runs import RunLog
 from mars.lab.report.runs import read as read_log
 from mars.lab.report.summary import typical
@@ -41,13 +42,13 @@ class Ended:
 def attempt(order: Order) -> Ended:
     """Train, or go on training. A run that fails is told, and does not stop the others."""
     began = time.monotonic()
-    resumed = Path(order.run.directory, "log.jsonl").exists()
+    resumed = Path(order.run.directory, NAME).exists()
     status, text = workers.train_one(order.name, order.run, order.command)
     if status == "failed":
         return Ended(failed=text)
     if status == "stopped":
         return Ended()
-    log = read_log(Path(order.run.directory) / "log.jsonl")
+    log = read_log(Path(order.run.directory) / NAME)
     wall = None if resumed else time.monotonic() - began
     return Ended(result_of(order, log, wall, text))
 
