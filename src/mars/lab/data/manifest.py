@@ -58,21 +58,32 @@ class Manifest:
         return sum(entry.tokens for entry in self.shards[split])
 
 
-def load_manifest(directory: Path) -> Manifest:
-    """Read and check a directory's manifest."""
+def contents(directory: Path, kind: str = "data") -> dict[str, Any]:
+    """What a directory's manifest says, of tokens or of images; {} if that is no JSON object."""
     path = directory / FILE
     try:
         data = json.loads(path.read_bytes())
     except OSError as error:
         raise LabError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise LabError(f"{path} is not JSON ({error}): prepare the data again") from error
-    if isinstance(data, dict) and data.get("format") == "mars.images":
-        raise LabError(f"{directory} holds images, not tokens: train a recipe for images on it")
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise LabError(f"{path} is not a manifest of `mars data`")
+        raise LabError(f"{path} is not JSON ({error}): prepare the {kind} again") from error
+    return data if isinstance(data, dict) else {}
+
+
+def check_version(path: Path, data: dict[str, Any]) -> None:
+    """Refuse a manifest of another version than this one's."""
     if data.get("version") != 1:
         raise LabError(f"{path} has version {data.get('version')!r}; this mars reads version 1")
+
+
+def load_manifest(directory: Path) -> Manifest:
+    """Read and check a directory's manifest."""
+    path, data = directory / FILE, contents(directory)
+    if data.get("format") == "mars.images":
+        raise LabError(f"{directory} holds images, not tokens: train a recipe for images on it")
+    if data.get("format") != FORMAT:
+        raise LabError(f"{path} is not a manifest of `mars data`")
+    check_version(path, data)
     try:
         data["shards"] = {s: [_entry(entry) for entry in data["shards"][s]] for s in SPLITS}
         return Manifest(**data)

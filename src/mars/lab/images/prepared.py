@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from mars.lab.data.manifest import FILE
+from mars.lab.data.manifest import FILE, check_version, contents
 from mars.lab.errors import LabError
 from mars.lab.images.dataset import SPLITS, Images, Raw, Sizes, Split, check, statistics
 from mars.lab.rundir import write_atomically
@@ -90,25 +90,17 @@ def _write_split(raw: Raw, split: Split, directory: Path) -> Entry:
 def is_prepared(directory: Path) -> bool:
     """Whether a directory's manifest is one of images."""
     try:
-        data = json.loads((directory / FILE).read_bytes())
-    except (OSError, ValueError):
+        return contents(directory).get("format") == FORMAT
+    except LabError:
         return False
-    return isinstance(data, dict) and data.get("format") == FORMAT
 
 
 def load(directory: Path) -> ImageManifest:
     """Read and check a directory's manifest."""
-    path = directory / FILE
-    try:
-        data: Any = json.loads(path.read_bytes())
-    except OSError as error:
-        raise LabError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise LabError(f"{path} is not JSON ({error}): prepare the images again") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
+    path, data = directory / FILE, contents(directory, "images")
+    if data.get("format") != FORMAT:
         raise LabError(f"{directory} holds no images: its {FILE} is of another kind")
-    if data.get("version") != 1:
-        raise LabError(f"{path} has version {data.get('version')!r}; this mars reads version 1")
+    check_version(path, data)
     try:
         for name in ("classes", "shape", "mean", "std"):
             data[name] = tuple(data[name])
