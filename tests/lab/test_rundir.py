@@ -129,7 +129,7 @@ def test_a_directory_of_another_kind_is_refused(tmp_path: Path, file: str) -> No
         if own == file:
             RunDirectory(tmp_path, own)
             continue
-        with pytest.raises(LabError, match=rf"holds {HOLDS[file]} \({file}\): choose another"):
+        with pytest.raises(LabError, match=rf"holds {HOLDS[file].what} \({file}\): choose another"):
             RunDirectory(tmp_path, own)
     assert os.listdir(tmp_path) == [file]
 

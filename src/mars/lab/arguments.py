@@ -25,7 +25,7 @@ from mars.lab.config import (
     to_json,
 )
 from mars.lab.errors import LabError, UsageError, meant
-from mars.lab.rundir import reason
+from mars.lab.rundir import HOLDS, reason
 
 T = TypeVar("T")
 
@@ -227,22 +227,11 @@ def base_run(name: str, words: list[str]) -> Run:
     return dataclasses.replace(run, model=model).replace(data={"tokenizer": tokenizer})
 
 
-# What the directory of something else than a run is good for, by a file in it.
-HELD = (
-    ("race.json", "a race: `mars race DIR` resumes it"),
-    ("tune.json", "a search: `mars tune` resumes it, and its best.json is a recipe"),
-    ("results.jsonl", "a study: `mars study` resumes it"),
-)
-
-
 def _named_run(name: str, optimizer: str | None) -> Run:
     path = Path(name)
     if path.is_dir():
         if not (path / "config.json").exists():
-            held = next((said for file, said in HELD if (path / file).exists()), "no run")
-            if (path / "manifest.json").exists() and not (path / "training.pt").exists():
-                held = _as_data(path)  # what else has a manifest is a checkpoint
-            raise LabError(f"{path} holds {held}")
+            raise LabError(f"{path} holds {_held(path)}")
         run = overridden(_read(path / "config.json"), optimizer)
         return run.replace(keep={"out": name})
     if path.suffix == ".json":
@@ -262,6 +251,14 @@ def _named_run(name: str, optimizer: str | None) -> Run:
     if path.is_file() and name not in recipes.RECIPES:
         raise LabError(f"{path} holds {_as_data(path)}")
     return recipes.make(name, optimizer)
+
+
+def _held(path: Path) -> str:
+    """What a directory without a run holds, and what that is good for."""
+    if (path / "manifest.json").exists() and not (path / "training.pt").exists():
+        return _as_data(path)  # what else has a manifest is a checkpoint
+    here = (held for file, held in HOLDS.items() if held.use and (path / file).exists())
+    return next((f"{held.what}: {held.use}" for held in here), "no run")
 
 
 def _as_data(path: Path) -> str:

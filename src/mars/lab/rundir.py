@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from mars.lab.errors import LabError
 
@@ -34,13 +34,21 @@ _REASONS = {
     errno.ENOTDIR: "a part of the path is a file, not a directory",
 }
 
-# By which file a directory is known to hold what.
+
+class Held(NamedTuple):
+    """What a directory holds, and what that is good for where a run was looked for."""
+
+    what: str
+    use: str | None = None
+
+
+# By which file it is known.
 HOLDS = {
-    "config.json": "a run",
-    "race.json": "a race",
-    "tune.json": "a search",
-    "results.jsonl": "a study",
-    "manifest.json": "prepared data, or a checkpoint",
+    "config.json": Held("a run"),
+    "race.json": Held("a race", "`mars race DIR` resumes it"),
+    "tune.json": Held("a search", "`mars tune` resumes it, and its best.json is a recipe"),
+    "results.jsonl": Held("a study", "`mars study` resumes it"),
+    "manifest.json": Held("prepared data, or a checkpoint"),  # `arguments` tells these apart
 }
 
 # Seconds for an owner to go: a worker whose command was killed first saves what it trained.
@@ -160,9 +168,9 @@ class RunDirectory:
             raise LabError(
                 f"cannot write in run directory {self.path}: {reason(error)}; choose another one"
             ) from error
-        for other, what in HOLDS.items() if own is not None else ():
+        for other, held in HOLDS.items() if own is not None else ():
             if other != own and (self.path / other).exists():
-                raise LabError(f"{self.path} holds {what} ({other}): choose another directory")
+                raise LabError(f"{self.path} holds {held.what} ({other}): choose another directory")
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
