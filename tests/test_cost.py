@@ -14,6 +14,7 @@ import cost_plan
 import cost_table
 import pytest
 import readme_tables
+import table_cells
 import torch
 from cost_plan import ENTRANTS, Kept, Place
 
@@ -201,7 +202,7 @@ def test_the_page_gets_the_table_of_the_file(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cost_h200.json").write_bytes(made.read_bytes())
-    monkeypatch.setattr(readme_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(table_cells, "RESULTS", tmp_path)
     block = "<!-- table: cost, by bench/readme_tables.py -->\n{}<!-- end -->\n"
     text = readme_tables.rewritten(block.format("old\n"))
     assert "old" not in text
