@@ -29,9 +29,10 @@ import torch
 from mars.bench.candidates import candidates
 from mars.bench.measure import WARM_UP, copy_bandwidth, release
 from mars.bench.picture import draw
-from mars.bench.report import device_name, machine, progress, room, say, table
+from mars.bench.report import device_name, machine, progress, say, table
 from mars.bench.rows import Row, Settings, rows_of, selected
 from mars.bench.shapes import PARAMETER_SETS
+from mars.table import room
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

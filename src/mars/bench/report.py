@@ -6,7 +6,6 @@ import datetime
 import importlib
 import platform
 import shlex
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -17,6 +16,7 @@ import torch
 
 from mars.bench.rows import Row, Settings
 from mars.bench.shapes import PARAMETER_SETS, Shape
+from mars.table import parted
 
 WIDTH = 110  # of prose
 TITLES = {"all": "all parameters", "hidden": "hidden matrices only"}
@@ -48,11 +48,6 @@ COLUMNS = (
     Column("of copy", lambda row: row.of_copy, ".0%"),
     Column("extra MiB", lambda row: row.extra, ".1f", 2**20),
 )
-
-
-def room() -> int | None:
-    """Columns of the terminal; None where standard output is a pipe or a file."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def table(rows: Sequence[Row], settings: Settings, room: int | None = None) -> str:
@@ -93,15 +88,12 @@ def _parts(
     columns: Sequence[Column], rows: Sequence[Row], first: int, room: int | None
 ) -> list[Part]:  # fmt: skip
     """The columns, those beyond the room in a table of their own."""
-    parts: list[Part] = [[]]
-    for column in columns:
-        cells = (_cell(row, column) for row in rows if row.skipped is None)
-        width = 2 + max(map(len, (column.title, *cells)))
-        used = first + sum(w for _, w in parts[-1])
-        if room is not None and parts[-1] and used + width > room:
-            parts.append([])
-        parts[-1].append((column, width))
-    return parts
+    measured = [row for row in rows if row.skipped is None]
+    widths = [
+        2 + max(map(len, (column.title, *(_cell(row, column) for row in measured))))
+        for column in columns
+    ]
+    return [[(columns[i], widths[i]) for i in part] for part in parted(widths, first, room)]
 
 
 def _headline(name: str, shapes: Sequence[Shape], settings: Settings) -> str:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 import textwrap
 from collections.abc import Sequence
 
-from mars.table import format_table
+from mars.table import format_table, parted
+from mars.table import room as room
 
 Rows = Sequence[Sequence[str]]
 GAP = 2  # between columns
-
-
-def room() -> int | None:
-    """Columns of the terminal; None where standard output is a pipe or a file."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def aligned(rows: Rows, left: int | None = None) -> str:
@@ -31,17 +25,10 @@ def blocks(rows: Rows, room: int | None, labels: int = 1) -> list[Rows]:
     [[('', 'rate'), ('AdamW', '0.01')], [('', 'loss'), ('AdamW', '2.5')]]
     """
     widths = [max(map(len, column)) + GAP for column in zip(*rows, strict=True)]
-    if room is None or sum(widths) - GAP <= room:
+    parts = parted(widths[labels:], sum(widths[:labels]) - GAP, room)
+    if len(parts) == 1:
         return [rows]
-    parts: list[list[int]] = [[]]
-    used = first = sum(widths[:labels])
-    for i, width in enumerate(widths[labels:], labels):
-        if parts[-1] and used + width - GAP > room:
-            parts.append([])
-            used = first
-        parts[-1].append(i)
-        used += width
-    return [[tuple(row[i] for i in (*range(labels), *part)) for row in rows] for part in parts]
+    return [[(*row[:labels], *(row[labels + i] for i in part)) for row in rows] for part in parts]
 
 
 def fold(text: str, room: int | None, indent: str = "  ") -> str:
