@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from choice import choose
+from gpu import needs_gpu
 from mars import MARS, explain
 from mars.dispatch import why_not_fused
 from mars.engines import available
@@ -16,7 +17,7 @@ from mars.state import LOW_HALF
 from ranks import Ranks
 from test_parity import CASES, follow
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_gpu
 
 SHAPES = [(64, 48), (48, 64), (64, 48), (33,), (8, 4, 3, 3), (1,), (0,)]
 OPTIONS = [

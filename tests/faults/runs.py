@@ -39,6 +39,13 @@ def written(config: Run) -> Path:
     return path
 
 
+def flip(path: Path) -> None:
+    """Harm one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 def set_length(folder: Path, length: int) -> None:
     """Let a run end at another step than it was begun for, without a word.
 

@@ -11,17 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from nursery import Nursery
-from runs import assert_alike, config, given, steps, texts, written
+from runs import assert_alike, config, flip, given, steps, texts, written
 
 from mars.lab import sealed
 
 FILES = ("model.safetensors", "optimizer.pt", "training.pt", "manifest.json")
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {

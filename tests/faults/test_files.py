@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from nursery import Nursery
-from runs import TEXT, assert_alike, config, given, losses, texts, written
+from runs import TEXT, assert_alike, config, flip, given, losses, texts, written
 
 from mars.lab.log import read
 
@@ -121,12 +121,6 @@ def shards(mars: Nursery, tmp_path: Path) -> Path:
     ended = mars.run("data", TEXT, "--out", data, *words)
     assert ended.code == 0, ended.err
     return data
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def cut(path: Path) -> None:

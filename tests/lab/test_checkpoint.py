@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpu import needs_gpu
 from mars import MARS, param_groups
 from mars.lab import checkpoint, plainfile
 from mars.lab.checkpoint import CheckpointError, rng_state, set_rng_state
@@ -222,9 +223,6 @@ def test_tensors_in_the_file_are_aligned_to_their_type(tmp_path: Path) -> None:
     header = json.loads(raw[8 : 8 + length])
     begins = [header[f"b{i}"]["data_offsets"][0] for i in range(4)]
     assert begins == [42, 24, 36, 0]
-
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @needs_gpu

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gpu import needs_gpu
 from mars.lab.models import cublaslt, loss
 from mars.lab.models.cublaslt import DGELU, GELU_AUX, PLAIN, Kind, Plan
 from mars.lab.models.products import ops
-
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -303,7 +302,7 @@ def test_the_fastest(times: list[float], choice: int) -> None:
     assert cublaslt.fastest(times) == choice
 
 
-@cuda
+@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gelu_in_the_epilogue(dtype: torch.dtype) -> None:
     x, up, down, dy = (
@@ -320,7 +319,7 @@ def test_gelu_in_the_epilogue(dtype: torch.dtype) -> None:
         assert (got.double() - want).norm() < 2 * torch.finfo(dtype).eps * want.norm()
 
 
-@cuda
+@needs_gpu
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("route", ROUTES)
 def test_bits_are_torchs_on_a_gpu(monkeypatch: pytest.MonkeyPatch, route: str, add: bool) -> None:
@@ -342,7 +341,7 @@ def test_bits_are_torchs_on_a_gpu(monkeypatch: pytest.MonkeyPatch, route: str, a
             assert torch.equal(out, want)
 
 
-@cuda
+@needs_gpu
 def test_layers_and_loss_have_torchs_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     n, d = 8192, 256
     x, *dy = (numbers(n, d, device="cuda") for _ in range(4))
@@ -370,7 +369,7 @@ def fused(epilogue: int) -> list[Kind]:
     return kinds(out, a, b if epilogue == GELU_AUX else b.contiguous(), out)
 
 
-@cuda
+@needs_gpu
 @pytest.mark.parametrize("epilogue", [PLAIN, GELU_AUX, DGELU])
 def test_algorithms_are_tried_in_peace(epilogue: int) -> None:
     """Nobody's random numbers change, no memory stays, and what is taken has the bits."""
@@ -387,7 +386,7 @@ def test_algorithms_are_tried_in_peace(epilogue: int) -> None:
     assert all(0 < time < 100 for time in times)
 
 
-@cuda
+@needs_gpu
 def test_other_bits_and_refusals_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     device, sizes = torch.device("cuda", 0), fused(GELU_AUX)
     (first, *_), run = cublaslt._plans(GELU_AUX, device, *sizes), cublaslt._run
@@ -407,7 +406,7 @@ def test_other_bits_and_refusals_are_seen(monkeypatch: pytest.MonkeyPatch) -> No
     assert [time < math.inf for time in times] == [True, False, False, False, True]
 
 
-@cuda
+@needs_gpu
 def test_nothing_is_timed_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cublaslt, "SMALLEST", 0)
     x, w, y = (numbers(*s, device="cuda") for s in ((512, 64), (128, 64), (512, 128)))

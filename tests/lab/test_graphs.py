@@ -9,12 +9,11 @@ import pytest
 import torch
 from miniature import run
 
+from gpu import needs_gpu
 from mars.lab import hardware, loop, recipes
 from mars.lab.config import Run
 from mars.lab.errors import LabError
 from mars.lab.train import prepare, train
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def config(out: Path, optimizer: str, dropout: float = 0.0, **loop: Any) -> Run:

@@ -50,13 +50,6 @@ def reloaded(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("runs") / "mini"
-    train(run(out))
-    return out
-
-
 @pytest.fixture
 def published(tmp_path: Path) -> Path:
     """A folder as `save_pretrained` writes it."""

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpu import needs_gpu
 from mars.lab.models import linear_cross_entropy
 from mars.lab.models import loss as loss_module
 
 N, V, D = 300, 77, 16
 SMALL = 128 * V  # one byte an element: chunks of 128 rows at most, whatever the dtype
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.fixture(params=["chunks", "whole"])
@@ -255,7 +255,7 @@ def test_the_kernel_equals_torch(
     torch.testing.assert_close(logits[kept], expected, rtol=2 * eps, atol=2e-6)
 
 
-@cuda
+@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_on_a_gpu(dtype: torch.dtype) -> None:
     rows, vocabulary, width = 2048, 50304, 256
@@ -272,7 +272,7 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
 
 
-@cuda
+@needs_gpu
 def test_memory_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_module, "_budget", lambda device: 1 << 26)
     rows, vocabulary, width = 16384, 50304, 64

@@ -17,11 +17,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 import mars
+from gpu import needs_gpu
 from mars.lab.errors import LabError
 from mars.lab.models import GPT, flops_per_token, peak_flops, products
 from mars.lab.models.flops import peak_of
-
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def test_initial_weights_are_a_function_of_the_seed() -> None:
     assert not torch.equal(other, two.transformer.wte.weight)
 
 
-@cuda
+@needs_gpu
 def test_initial_weights_are_the_same_on_a_gpu() -> None:
     one, two = GPT(Config(), seed=5), GPT(Config(), seed=0).cuda()
     two.initialise(5)
@@ -323,7 +322,7 @@ def test_weight_gradients_come_out_in_float32() -> None:
     assert (got - want).norm() < 1e-5 * want.norm()
 
 
-@cuda
+@needs_gpu
 def test_a_training_step_on_a_gpu_is_that_of_the_cpu() -> None:
     config = Config(n_layer=3, n_embd=64, vocab_size=512, block_size=64)
     model, tokens = GPT(config), torch.randint(0, 512, (4, 64))

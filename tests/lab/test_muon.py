@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from gpu import needs_gpu
 from mars.lab import muon
 from mars.lab.muon import Muon, replay_steps
 from mars.lab.optimizers import Together
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SHAPES = [(6, 4, 3, 3), (8, 5), (5, 40)]
 
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
+from gpu import needs_gpu
 from mars.lab.models import GPT, norms
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5
 # Rows that do not fill the last program's share; widths that fill no block, one vector or all.
@@ -250,7 +250,7 @@ def test_a_cpu_takes_torchs(bias: bool) -> None:
     assert norms.add_norm(x, None, layer)[0] is x
 
 
-@cuda
+@needs_gpu
 def test_what_a_gpu_takes() -> None:
     x, y, *_ = (t.detach() for t in data(4, 16, torch.bfloat16))
     layer = nn.LayerNorm(16, bias=False, device="cuda")
@@ -277,7 +277,7 @@ def test_compiles_without_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(a, b)
 
 
-@cuda
+@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("width", [512, 768, 1000, 1600, 8192])
 def test_on_a_gpu(width: int, dtype: torch.dtype) -> None:

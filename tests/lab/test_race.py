@@ -16,6 +16,7 @@ import pytest
 import torch
 from miniature import run
 
+from gpu import needs_gpu
 from mars.lab import arguments, pool, race, workers
 from mars.lab.cli import main
 from mars.lab.config import Run, to_json
@@ -316,7 +317,7 @@ class LosesTheGpu(torch.optim.SGD):
         p.flatten()[torch.full((1,), p.numel(), device=p.device)].sum().item()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_a_lost_gpu_is_told_by_the_name_of_the_run(tmp_path: Path, capsys: Capture) -> None:
     words = ["race", "gpt-tiny", "--optimizers", "test_race:LosesTheGpu", "--seeds", "1"]
     where = ["--loop.steps", "4", "--loop.device", "cuda", "--keep.out", str(tmp_path / "race")]

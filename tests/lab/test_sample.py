@@ -19,17 +19,8 @@ from mars.lab.errors import LabError
 from mars.lab.loading import find, load, settings
 from mars.lab.models import GPT
 from mars.lab.sample import SampleArgs, choose, decode, generate, sample_command
-from mars.lab.train import train
 
 BYTES = tokenizer("bytes")
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 12 steps with checkpoints of steps 9 and 12, the best being that of step 12."""
-    out = tmp_path_factory.mktemp("runs") / "mini"
-    train(run(out))
-    return out
 
 
 @pytest.fixture
