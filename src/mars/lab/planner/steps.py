@@ -233,8 +233,9 @@ def newton_schulz_seconds(
 
 
 def ownership_costs(optimizer: Optimizer, matrices: Sequence[newton_schulz.Matrix]) -> list[int]:
-    """By what the library balances: operations in the authors' orders."""
-    return [flops(optimizer.hidden, matrix, newton_schulz.STEPS) for matrix in matrices]
+    """By what the library balances: operations in the authors' orders, Muon's as MARS-M's."""
+    kind = "mars-m" if optimizer.torch else optimizer.hidden
+    return [flops(kind, matrix, newton_schulz.STEPS) for matrix in matrices]
 
 
 def space_bytes(
