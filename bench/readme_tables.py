@@ -28,6 +28,7 @@ BLOCK = re.compile(
 
 TABLES: dict[str, Callable[[], str]] = {
     "optimizers-50m": lambda: studies.arms("optimizers-50m"),
+    "leads": studies.leads,
     "headline": lambda: studies.headline("optimizers-50m"),
     "optimizers-50m-times": lambda: studies.durations("optimizers-50m"),
     "correction-50m": lambda: studies.arms("correction-50m"),

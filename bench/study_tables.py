@@ -51,6 +51,36 @@ def headline(name: str) -> str:
     return table(head, [cells for _, cells in sorted(rows)])
 
 
+LEADS = (  # what was trained, study, arms, baseline
+    ("51M parameters, 1.1 tokens per parameter", "optimizers-50m",
+     ("MARS-Shampoo", "Muon, original scale"), "AdamW"),
+    ("the same, and AdamW has a longer warm-up", "baseline-50m",
+     ("MARS-Shampoo",), "AdamW, warm-up 30 %"),
+    ("GPT-2 small, 1.6 tokens per parameter", "gpt2-small", ("MARS-M", "Muon"), "AdamW"),
+    ("a tiny GPT, 1 byte per parameter", "tiny-tokens",
+     ("MARS-Shampoo, 1 a parameter",), "AdamW, 1 a parameter"),
+    ("the same, 20 bytes per parameter", "tiny-tokens",
+     ("MARS-Shampoo, 20 a parameter",), "AdamW, 20 a parameter"),
+)  # fmt: skip
+
+
+def leads() -> str:
+    """How far optimizers of matrices end below AdamW, and where they reach its loss: in brief."""
+    lines = []
+    for trained, name, ours, base in LEADS:
+        study, results = questions.find(name), Results(RESULTS / name).read()
+        against = replace(study, comparisons=tuple(lower(arm, base) for arm in ours))
+        rows = {row.ladder.arm.label: row for row in verdict(against, results).rows}
+        for arm in ours:
+            d, share = rows[arm].difference, rows[arm].tokens_ratio
+            assert d is not None
+            assert share is not None
+            shown = rows[arm].ladder.arm.name.partition(",")[0]
+            lines.append([trained, shown, f"{-d.mean:.2f}", f"{100 * share:.0f} %", str(d.n)])
+            trained = ""
+    return table(["", "", "below AdamW, nats per token", "of its tokens", "seeds"], lines)
+
+
 def every_rung(name: str) -> str:
     """Mean loss at every rate that a study has tried, the best of each arm in bold."""
     study = questions.find(name)
