@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from mars.lab import checkpoint, hardware, loading, parallel, retention, tasks, 
 from mars.lab.config import Run, check, read_config, to_json
 from mars.lab.differences import first_difference
 from mars.lab.errors import LabError, first_line
-from mars.lab.log import Log, read
+from mars.lab.log import FORMAT, Log, ended, read
+from mars.lab.log import header as header_of
 from mars.lab.loop import Training
 from mars.lab.optimizers import label
 from mars.lab.parallel import World
@@ -191,10 +192,9 @@ def _check_directory(run: Run, directory: Path, extend: bool) -> Run | None:
 
 def finished(run: Run, directory: Path) -> Outcome | None:
     """The outcome of a run that has nothing left to do."""
-    last = _records(directory)[-1:]
-    if last and last[0].get("status") == "done" and last[0]["step"] == run.loop.steps:
-        accuracy = last[0].get("accuracy")
-        return Outcome("done", last[0]["step"], last[0]["valid"], directory, accuracy)
+    end = _told(ended, directory)
+    if end.get("status") == "done" and end["step"] == run.loop.steps:
+        return Outcome("done", end["step"], end["valid"], directory, end.get("accuracy"))
     return None
 
 
@@ -207,8 +207,7 @@ def _check_done(run: Run, directory: Path, watch: object) -> None:
 
 def _check_unfinished(directory: Path) -> None:
     """Refuse to begin again what has come to its end: of a search or a study, say."""
-    last = _records(directory)[-1:]
-    if last and last[0].get("status") == "done":
+    if _told(ended, directory).get("status") == "done":
         raise LabError(
             f"the run in {directory} is done, and has no checkpoint to go on from: choose another "
             "--keep.out, or remove it to begin again"
@@ -231,7 +230,7 @@ def check_unchanged(run: Run, directory: Path, task: Task | None) -> None:
 
     Without a task, which has the data, only the optimizer is compared.
     """
-    begun = next((r for r in _records(directory) if r.get("kind") == "header"), {})
+    begun = _told(header_of, directory)
     own = run.optimizer.name
     found = [(f"the module of {own}", begun.get("optimizer_code"), hardware.own_code(own))]
     for name, now in (("train", task.train), ("valid", task.valid)) if task else ():
@@ -245,12 +244,12 @@ def check_unchanged(run: Run, directory: Path, task: Task | None) -> None:
             )
 
 
-def _records(directory: Path) -> list[dict[str, Any]]:
-    """The log, or nothing if it is lost or damaged: what was computed is in the checkpoints."""
+def _told(of: Callable[[Path], dict[str, Any]], directory: Path) -> dict[str, Any]:
+    """What a log says, or nothing if it is lost or damaged: the checkpoints have what was done."""
     try:
-        return read(directory)
+        return of(directory)
     except LabError:
-        return []
+        return {}
 
 
 def _rewind(log: Log, step: int, head: dict[str, Any]) -> list[str]:
@@ -280,7 +279,7 @@ def header(run: Run, t: Training, command: str) -> dict[str, Any]:
     total = sum(p.numel() for p in parameters)
     return {
         "kind": "header",
-        "format": 1,
+        "format": FORMAT,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "name": run.recipe,
         "label": label(run.optimizer.name),
