@@ -27,8 +27,8 @@ def main(argv: list[str] | None = None) -> str:
         gradient_accumulation_steps=MICRO_BATCHES, step_scheduler_with_optimizer=False, cpu=True
     )
     model = gpt()
-    groups = mars.param_groups(model, mars_type="mars-m")
-    optimizer = mars.MARS(groups, lr=8e-3, lr_1d=4e-3, weight_decay=0.1, max_grad_norm=1.0)
+    groups = mars.param_groups(model, mars_type="mars-shampoo")
+    optimizer = mars.MARS(groups, lr=0.032, lr_1d=0.016, weight_decay=0.1, max_grad_norm=1.0)
     scheduler = warmup_cosine(optimizer, args.steps)
     loader = DataLoader(
         TensorDataset(rows()[: args.steps * BATCH]), batch_size=BATCH // MICRO_BATCHES,

@@ -33,8 +33,8 @@ def main(argv: list[str] | None = None) -> None:
     for block in model.transformer.h:
         fully_shard(block)
     fully_shard(model)
-    groups = mars.param_groups(model, mars_type="mars-m")
-    optimizer = mars.MARS(groups, lr=8e-3, lr_1d=4e-3, weight_decay=0.1, max_grad_norm=1.0)
+    groups = mars.param_groups(model, mars_type="mars-shampoo")
+    optimizer = mars.MARS(groups, lr=0.032, lr_1d=0.016, weight_decay=0.1, max_grad_norm=1.0)
     scheduler = warmup_cosine(optimizer, args.steps)
 
     start = 0

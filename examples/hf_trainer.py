@@ -21,8 +21,10 @@ from shared import BATCH, CONTEXT, arguments, digest, rows
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices by MARS-M; embeddings, head, norms and biases by AdamW at lr_1d, not decayed."""
-    return mars.param_groups(model, mars_type="mars-m", embeddings="no-decay", vectors="no-decay")
+    """Matrices by MARS-Shampoo; the rest by AdamW at lr_1d, not decayed."""
+    return mars.param_groups(
+        model, mars_type="mars-shampoo", embeddings="no-decay", vectors="no-decay"
+    )
 
 
 class MarsTrainer(Trainer):
@@ -39,11 +41,11 @@ class MarsTrainer(Trainer):
 def trainer_of(way: str, model: nn.Module, args: TrainingArguments, data: Any) -> Trainer:
     """The same training, told to Trainer in one of three ways."""
     if way == "optimizers":  # an instance: Trainer's learning_rate and weight_decay are not read
-        optimizer = mars.MARS(groups_of(model), lr=8e-3, lr_1d=4e-3, weight_decay=0.1)
+        optimizer = mars.MARS(groups_of(model), lr=0.032, lr_1d=0.016, weight_decay=0.1)
         scheduler = cosine(optimizer, args.get_warmup_steps(args.max_steps), args.max_steps)
         return Trainer(model, args, train_dataset=data, optimizers=(optimizer, scheduler))
     if way == "class":  # "params" replaces Trainer's own two groups, which would hide weight_decay
-        options = {"params": groups_of(model), "lr": 8e-3, "lr_1d": 4e-3, "weight_decay": 0.1}
+        options = {"params": groups_of(model), "lr": 0.032, "lr_1d": 0.016, "weight_decay": 0.1}
         return Trainer(
             model, args, train_dataset=data, optimizer_cls_and_kwargs=(mars.MARS, options)
         )
@@ -64,7 +66,7 @@ def main(argv: list[str] | None = None) -> str:
     data = [{"input_ids": row[:-1], "labels": row[:-1]} for row in rows()[: args.steps * BATCH]]
     settings = TrainingArguments(
         output_dir=str(args.out), max_steps=args.steps, save_steps=args.save_every,
-        per_device_train_batch_size=BATCH, learning_rate=8e-3, weight_decay=0.1,
+        per_device_train_batch_size=BATCH, learning_rate=0.032, weight_decay=0.1,
         lr_scheduler_type="cosine", warmup_steps=max(1, args.steps // 10),
         max_grad_norm=1.0,  # Trainer's default; do not give MARS its own as well
         logging_steps=1, report_to="none", disable_tqdm=True, use_cpu=True, seed=0,

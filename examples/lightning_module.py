@@ -58,9 +58,9 @@ class Module(L.LightningModule):
         print(f"step {self.global_step}  loss {outputs['loss'].item():.4f}")
 
     def configure_optimizers(self) -> Any:
-        groups = mars.param_groups(self.model, mars_type="mars-m")
+        groups = mars.param_groups(self.model, mars_type="mars-shampoo")
         optimizer = mars.MARS(
-            groups, lr=8e-3, lr_1d=4e-3, weight_decay=0.1, is_approx=not self.exact
+            groups, lr=0.032, lr_1d=0.016, weight_decay=0.1, is_approx=not self.exact
         )
         scheduler = warmup_cosine(optimizer, self.steps)
         # "step", or Lightning would move the schedule once an epoch.

@@ -21,9 +21,9 @@ def main(argv: list[str] | None = None) -> str:
     torch.manual_seed(0)
     data, model = rows(), gpt()
 
-    # Matrices by MARS-M; embeddings, head, norms and biases by AdamW at lr_1d.
-    groups = mars.param_groups(model, mars_type="mars-m")
-    optimizer = mars.MARS(groups, lr=8e-3, lr_1d=4e-3, weight_decay=0.1, max_grad_norm=1.0)
+    # Matrices by MARS-Shampoo; embeddings, head, norms and biases by AdamW at lr_1d.
+    groups = mars.param_groups(model, mars_type="mars-shampoo")
+    optimizer = mars.MARS(groups, lr=0.032, lr_1d=0.016, weight_decay=0.1, max_grad_norm=1.0)
     scheduler = warmup_cosine(optimizer, args.steps)
 
     start = 0

@@ -27,9 +27,9 @@ def explain(optimizer: MARS) -> str:
     Examples:
         >>> import torch, mars
         >>> print(mars.explain(mars.MARS(torch.nn.Linear(4, 2).parameters())))
-        group  rule         tensors  lr     weight_decay  engine  why not fused
-        0      mars-adamw         1  0.003  0             cpu     on cpu: it needs a CUDA device
-        0      plain-adamw        1  0.003  0.1           cpu     on cpu: it needs a CUDA device
+        group  rule         tensors  lr now  weight_decay  engine  why not fused
+        0      mars-adamw         1  0.003   0             cpu     on cpu: it needs a CUDA device
+        0      plain-adamw        1  0.003   0.1           cpu     on cpu: it needs a CUDA device
     """
     optimizer = unwrapped(optimizer)
     table = format_table(engine_rows(optimizer), right=(2,))
@@ -62,7 +62,7 @@ def engine_rows(optimizer: MARS) -> list[tuple[str, ...]]:
         kind, rate, decay = trained(p, group)
         name, numbers = str(group.get("name", i)), (f"{rate:.4g}", f"{decay:.4g}")
         lines[(name, kind, *numbers, engine, reason or "")] += 1
-    head = ("group", "rule", "tensors", "lr", "weight_decay", "engine", "why not fused")
+    head = ("group", "rule", "tensors", "lr now", "weight_decay", "engine", "why not fused")
     return [head, *((name, kind, str(n), *rest) for (name, kind, *rest), n in lines.items())]
 
 
