@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -136,6 +137,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    logging.getLogger("mars").setLevel(logging.ERROR)  # its advice is not for these
     found = everything(options.device)
     options.out.write_text(json.dumps(found, indent=1) + "\n")
     refused = sum(text.startswith("refused") for text in found.values())
