@@ -17,7 +17,7 @@ from mars.rule import KINDS
 
 Params = list[nn.Parameter]
 
-COMMON: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
+COMMON: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 ENGINES: dict[str, dict[str, bool]] = {
     "fused": {"fused": True},
     "cpu": {},
