@@ -2,7 +2,7 @@
 
 Those on gpt-50m and GPT-2 small read tokens from data/text: 56M training tokens, so that 20M are
 a third of an epoch, 59M are 1.05 epochs and 201M are 3.6. The ``tiny-`` ones need no
-data and no GPU; they stand in tiny.py.
+GPU, and but for tiny-code no data; they stand in tiny.py.
 """
 
 from __future__ import annotations
@@ -222,6 +222,7 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "tiny-momentum": tiny.momentum,
     "tiny-scale": tiny.scale,
     "tiny-tokens": tiny.tokens,
+    "tiny-code": tiny.code,
 }
 
 

@@ -1,4 +1,6 @@
-"""Studies of tiny GPTs: no data and no GPU, an answer in minutes, which means little by itself."""
+"""Studies of tiny GPTs: no GPU and but for one no data, an answer in minutes, which means little
+by itself.
+"""
 
 from __future__ import annotations
 
@@ -191,6 +193,44 @@ def tokens() -> Study:
                 )
                 for arm in (matrix, ORIGINAL)
             ),
+        ),
+    )
+
+
+def code() -> Study:
+    """Everything else here learns English. What it reads is made by a command of docs/studies.md,
+    from the history of this repository.
+    """
+    adamw, ours, low = "AdamW", "MARS-AdamW", {"optimizer": {"betas": (0.8, 0.95)}}
+    plain = Arm(label=adamw, optimizer="adamw", lr=1e-2, changes=LONG)
+    corrected = mars_adamw(ours, 1e-2, LONG)
+    lower_beta = tuple(
+        dataclasses.replace(arm, label=f"{arm.label}, β₁ = 0.8", changes={**LONG, **low})
+        for arm in (plain, corrected)
+    )
+    theirs = muon_original(3.2e-2)
+    return Study(
+        name="tiny-code",
+        question="A GPT of 0.4M parameters, 1.2M bytes of Python: does the order of the optimizers "
+        "stay on text that is not English?",
+        prediction="Yes: MARS-Shampoo and Muon of its scale end 0.05 or more below AdamW, and "
+        "within 0.03 of each other. MARS-AdamW ends below AdamW, and so does AdamW with β₁ = 0.8; "
+        "where both have that, MARS-AdamW leads by less than 0.02.",
+        base=lambda optimizer: gpt_tiny(optimizer).replace(data={"source": "data/code.txt"}),
+        arms=(
+            plain,
+            corrected,
+            *lower_beta,
+            Arm(label="MARS-Shampoo", optimizer="mars-shampoo", lr=3.2e-2, changes=LONG),
+            dataclasses.replace(theirs, changes={**theirs.changes, **LONG}),
+        ),
+        comparisons=(
+            lower("MARS-Shampoo", adamw, 0.05),
+            lower(theirs.label, adamw, 0.05),
+            within("MARS-Shampoo", theirs.label, 0.03),
+            lower(ours, adamw),
+            lower(lower_beta[0].label, adamw),
+            within(lower_beta[1].label, lower_beta[0].label, 0.02),
         ),
     )
 
