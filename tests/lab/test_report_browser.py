@@ -155,6 +155,11 @@ def test_a_click_in_the_legend_hides_and_a_double_click_isolates(
     assert "Muon" not in page.lines()
     assert len(page.lines()) == 6
     assert "Muon" not in page.lines("#t-norm")
+    pressed = page.find('#diagnostics-legend button[data-label="MARS-M"]')
+    assert pressed.get_attribute("aria-pressed") == "true"
+    pressed.click()
+    assert page.find('#legend button[data-label="MARS-M"]').get_attribute("aria-pressed") == "false"
+    pressed.click()
     button.send_keys("\ue007")  # Enter: by keyboard too
     assert len(page.lines()) == 7
     ActionChains(browser).double_click(button).perform()
@@ -306,6 +311,8 @@ def test_the_theme_button_changes_the_page_and_is_remembered(
 def test_sensitivity_marks_what_diverged(browser: Any, pages: dict[str, Path]) -> None:
     page = Page(browser, pages["grid"])
     assert len(page.lines("#rates-chart")) == 7
+    named = page.js("return [...document.querySelectorAll('#rates-legend button')].length")
+    assert named == 7
     crosses = page.js("return document.querySelectorAll('#rates-chart path.top').length")
     assert crosses == 2
     assert page.lines(role="thin") == {}

@@ -106,6 +106,28 @@ def test_the_page_says_what_the_summary_says(tmp_path: Path) -> None:
     assert "a1" * 32 in text
 
 
+def test_a_grid_of_the_package_is_not_shown_as_if_it_were_ones_own(tmp_path: Path) -> None:
+    race = logs.race(tmp_path / "race", names=("adamw", "muon"))
+    grid = {"label": "AdamW", "best": 3e-3, "losses": {"0.003": [4.8], "0.006": [4.9]}}
+    rates = {"command": "mars race gpt-tiny --rates 1 2", "optimizers": {"adamw": grid}}
+    shipped = {**rates, "origin": "package"}
+
+    def lead(rates: dict) -> str:
+        runs = load([race])
+        text = render(runs, summarise(runs, rates=rates))
+        return text.partition("<h2>Learning rates</h2>")[2].partition("<div")[0]
+
+    said = "Not from these runs: a grid that comes with the package, made with <code>mars race "
+    assert said in lead(shipped)
+    assert "; the rates of the table were chosen from it.</p>" in lead(shipped)
+    assert "comes with the package" not in lead(rates)
+    grid["best"] = 6e-3  # the table has another rate
+    assert "chosen from it" not in lead(shipped)
+    logs.run(race / "muon-more", "muon", 4e-2)
+    assert "AdamW: not from these runs" in lead(shipped)
+    assert "From all runs of <code>mars race" in lead({**rates, "origin": "study"})
+
+
 def test_long_series_are_thinned_but_keep_their_extremes(tmp_path: Path) -> None:
     head = logs.header("adamw", steps=20_000)
     body = [{"kind": "train", **logs.at(i), "loss": 3.0, "grad_norm": 1.0} for i in range(20_000)]

@@ -45,7 +45,7 @@ def rates(recipe: str) -> dict[str, Any]:
         return {"optimizers": {}}
     found = json.loads(path.read_text())
     assert isinstance(found, dict)
-    return found
+    return {**found, "origin": "package"}
 
 
 def untuned(recipe: str, name: str, **more: Any) -> Optimizer:

@@ -146,16 +146,16 @@ function zoomFromHash() {
 
 // --- the legend -------------------------------------------------------------------------------
 
-function legend() {
-  const host = byId('legend');
-  const labels = DATA.entries.map((entry) => entry.label);
-  if (labels.length < 2) { host.hidden = true; return; }
+// What one legend hides is hidden in all charts; each has what is drawn below it.
+function legend(host, items) {
+  const labels = [...new Set([...DATA.entries, ...DATA.rates].map((item) => item.label))];
+  if (items.length < 2) { host.hidden = true; return; }
   let before = new Set(); // what was hidden when a double-click began
   const isolate = (label, away) => {
     const alone = away.size === labels.length - 1 && !away.has(label);
     setHidden(alone ? [] : labels.filter((other) => other !== label));
   };
-  for (const entry of DATA.entries) {
+  for (const entry of items) {
     const button = el('button', {
       type: 'button', title: 'Click: show or hide. Double-click, Alt-click or Shift+Enter: alone.',
     }, el('i', { class: `swatch ${dashOf(entry) ? 'dashed' : ''}` }),
@@ -170,7 +170,7 @@ function legend() {
       else if (event.altKey || event.shiftKey) isolate(entry.label, away);
       else if (away.delete(entry.label)) setHidden(away);
       else setHidden(away.add(entry.label));
-      mark();
+      marks.forEach((each) => each());
       changed();
     });
     host.append(button);
@@ -247,6 +247,8 @@ function setUpDiagnostics() {
   if (!groups.size) return;
   if (!groups.has(state.group)) state.group = groups.has('all') ? 'all' : [...groups][0];
   byId('diagnostics').hidden = false;
+  legend(byId('diagnostics-legend'), DATA.entries.filter(
+    (e) => e.runs.some((run) => Object.keys(run.diagnostics).length)));
   if (groups.size > 1) {
     const names = ['all', ...[...groups].filter((g) => g !== 'all')];
     byId('diagnostics-controls').append(segmented('group', 'Group', names.map((g) => [g, g])));
@@ -268,9 +270,10 @@ function setUpCost() {
 }
 
 setUpMain();
-legend();
+legend(byId('legend'), DATA.entries);
 if (DATA.rates.length) {
   byId('rates').hidden = false;
+  legend(byId('rates-legend'), DATA.rates.map((curve) => ({ ...curve, compared: true })));
   all.push(new Chart(byId('rates-chart'), {
     title: 'Sensitivity to the learning rate', ends: false, near: 16, build: buildRates,
     height: (w) => Math.round(Math.max(280, Math.min(400, w * 0.42))),

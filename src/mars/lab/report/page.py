@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from mars.lab.report import details, result
-from mars.lab.report.markup import Child, Markup, escape, join, tag
+from mars.lab.report.markup import Child, Markup, escape, tag
 from mars.lab.report.payload import embed, payload
 from mars.lab.report.runs import RunLog
 from mars.lab.report.summary import Summary
@@ -24,7 +24,6 @@ def render(runs: Sequence[RunLog], summary: Summary, title: str | None = None) -
     """The page."""
     script = "(() => {\n'use strict';\n" + "".join(map(_resource, SCRIPTS)) + "})();"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    grid = next((curve.source for curve in summary.sensitivity if curve.source != "runs"), None)
     title = title or default_title(runs)
     fields: dict[str, Child] = {
         "title": title,
@@ -37,7 +36,7 @@ def render(runs: Sequence[RunLog], summary: Summary, title: str | None = None) -
         "score": summary.measure.score,
         "progress": summary.measure.progress_words.capitalize(),
         "measure": summary.measure.name.split()[-1],
-        "grid": "" if grid is None else join(["From the grid of ", tag("code", grid)]),
+        "grid": _grid(summary),
         "cost": result.cost_bars(summary),
         "runs": details.runs_section(summary),
         "events": details.events_table(summary) or Markup("<p class=quiet>None.</p>"),
@@ -66,6 +65,24 @@ def default_title(runs: Sequence[RunLog]) -> str:
     names = dict.fromkeys(str(run.header.get("name") or run.path.name) for run in runs)
     labels = dict.fromkeys(run.label for run in runs)
     return race or ", ".join(names) + (f": {next(iter(labels))}" if len(labels) == 1 else "")
+
+
+def _grid(summary: Summary) -> Markup:
+    """Where curves of rates come from that are not of these runs, before what they show."""
+    found = [curve for curve in summary.sensitivity if curve.source != "runs"]
+    if not found:
+        return Markup("")
+    made = tag("code", found[0].source)
+    if summary.origin == "study":
+        return tag("p", "From all runs of ", made, ".", class_="lead")
+    whose = "Not from these runs"
+    if len(found) < len(summary.sensitivity):
+        whose = f"{', '.join(curve.label for curve in found)}: not from these runs"
+    what = "a grid that comes with the package" if summary.origin == "package" else "a grid"
+    rates = {name: e.lr for e in summary.entries for name in (e.label, e.optimizer)}
+    chosen = all(rates.get(c.label, rates.get(c.optimizer)) == c.best for c in found)
+    so = "; the rates of the table were chosen from it." if chosen else "."
+    return tag("p", f"{whose}: {what}, made with ", made, so, class_="lead")
 
 
 def _warnings(summary: Summary) -> Markup:

@@ -74,6 +74,7 @@ class Summary:
     asked: str  # the baseline that was asked for
     warnings: tuple[str, ...] = ()
     rates: tuple[Sensitivity, ...] = ()  # from a committed grid
+    origin: str = ""  # of that grid: "package", "study"; else it was given
     runs: tuple[RunLog, ...] = field(default=(), repr=False)
 
     @property
@@ -106,7 +107,8 @@ class Summary:
             text = f"the recipe's grid of rates is not drawn: its runs had {told:,} {unit}, these "
             text += f"{own:,}"
             return dataclasses.replace(self, warnings=(*self.warnings, text))
-        return dataclasses.replace(self, rates=tuple(curves))
+        origin = str(rates.get("origin") or "")
+        return dataclasses.replace(self, rates=tuple(curves), origin=origin)
 
 
 def summarise(
