@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +384,26 @@ def test_a_busy_machine_is_noticed(tmp_path: Path) -> None:
     assert warning.startswith("the time of a step varies by ")
     logs.run(tmp_path / "b", "adamw")
     assert not [w for w in summarise(load([tmp_path / "b"])).warnings if "busy" in w]
+
+
+def test_times_that_do_not_compare_are_not_shown_as_if_they_did(tmp_path: Path) -> None:
+    for name in ("adamw", "muon"):
+        for seed in (0, 1):
+            logs.run(tmp_path / f"{name}-{seed}", name, seed=seed)
+    runs = load([tmp_path])
+    steady = render(runs, summarise(runs)).partition("<script")[0]
+    assert "muted" not in steady.partition("</style>")[2]
+    runs[0].train["step_seconds"][::2] *= 2
+    summary = summarise(runs)
+    page = render(runs, summary).partition("<script")[0]
+    assert "the machine was busy" in summary.times
+    cells = re.findall(r'<td class="number muted" title="([^"]*)">(.*?)</td>', page)
+    assert {why for why, _ in cells} == {summary.times}
+    assert len(cells) == 2 * 3  # time to the baseline's loss, of a step, tokens in a second
+    shown = [text for _, text in cells if text != "100%"]
+    assert all(text.startswith("~") for text in shown), shown
+    assert page.count('class="cost muted"') == 2
+    assert re.search(r"<b>~[\d.]+%</b> · ~[\d.]+ ms of ~[\d.]+ ms", page)
 
 
 def test_the_table_fits_a_hundred_columns(tmp_path: Path) -> None:

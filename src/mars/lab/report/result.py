@@ -21,10 +21,13 @@ def looks(summary: Summary) -> list[str]:
 def result_table(summary: Summary) -> Markup:
     """One row an optimizer, the best first."""
     columns = _columns(summary)
-    head = [tag("th", *_title(title, summary), scope="col", class_=kind) for title, kind in columns]
+    head = [
+        tag("th", *_title(title, summary), scope="col", class_=kind, title=_doubt(title, summary))
+        for title, kind in columns
+    ]
     scale = _scale(summary.entries)
     body = [
-        _row(entry, colour, columns, scale, entry is summary.baseline)
+        _row(entry, colour, columns, scale, summary)
         for entry, colour in zip(summary.entries, looks(summary), strict=True)
     ]
     inner = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *body), class_="result")
@@ -47,6 +50,14 @@ TITLES = {
     "memory": ("Memory", "peak"),
     "state": ("State",),
 }
+
+
+TIMES = ("seconds", "step", "speed")  # columns of what a busy machine changes
+
+
+def _doubt(name: str, summary: Summary) -> str | None:
+    """Why the figures of a column do not compare, if they do not."""
+    return (summary.times or None) if name in TIMES else None
 
 
 def _title(name: str, summary: Summary) -> list[Child]:
@@ -85,8 +96,9 @@ def _row(
     colour: str,
     columns: Sequence[tuple[str, str]],
     scale: tuple[float, float],
-    is_base: bool,
+    summary: Summary,
 ) -> Markup:
+    is_base = entry is summary.baseline
     cells: list[Child] = [
         tag("th", tag("i", class_="swatch", style=f"background:{colour}"), entry.label,
             tag("small", "baseline") if is_base else None, scope="row")
@@ -100,13 +112,21 @@ def _row(
                   tag("td", last, class_="number"),
                   tag("td", said, colspan=max(1, len(columns) - 4))]  # fmt: skip
         return tag("tr", *cells, class_="apart")
-    for name, cls in columns[1:]:
-        cells.append(tag("td", _cell(name, entry, colour, scale, is_base), class_=cls or None))
+    for name, kinds in columns[1:]:
+        doubt = _doubt(name, summary)
+        inner = _cell(name, entry, colour, scale, is_base, doubt)
+        cls = f"{kinds} muted" if doubt else kinds
+        cells.append(tag("td", inner, class_=cls or None, title=doubt))
     return tag("tr", *cells, class_=kind)
 
 
 def _cell(
-    name: str, entry: Entry, colour: str, scale: tuple[float, float], is_base: bool
+    name: str,
+    entry: Entry,
+    colour: str,
+    scale: tuple[float, float],
+    is_base: bool,
+    doubt: str | None,
 ) -> Markup:
     if name == "lr":
         return _rate(entry)
@@ -119,21 +139,21 @@ def _cell(
     if name == "picture":
         return _picture(entry, colour, scale, is_base)
     if name in ("progress", "seconds"):
-        return _reach(entry, name, is_base)
-    return join(_plain(name, entry))
+        return _reach(entry, name, is_base, doubt)
+    return join(_plain(name, entry, doubt))
 
 
-def _plain(name: str, entry: Entry) -> list[Child]:
+def _plain(name: str, entry: Entry, doubt: str | None) -> list[Child]:
     if name == "seeds":
         finished = entry.score.n if entry.score else 0
         whole = len(entry.runs)
         return [str(whole) if finished == whole else f"{finished} of {whole}"]
     if name == "step":
         share = entry.optimizer_share
-        return [units.seconds(entry.step_seconds),
-                None if share is None else tag("small", units.share(share))]  # fmt: skip
+        own = None if share is None else tag("small", units.about(units.share(share), doubt))
+        return [units.about(units.seconds(entry.step_seconds), doubt), own]
     if name == "speed":
-        return [units.tokens(entry.speed)]
+        return [units.about(units.tokens(entry.speed), doubt)]
     return [units.size(entry.memory if name == "memory" else entry.state)]
 
 
@@ -179,7 +199,7 @@ def _difference(entry: Entry, is_base: bool) -> Markup:
     return join([m.signed(d.mean), tag("small", said), resolved])
 
 
-def _reach(entry: Entry, name: str, is_base: bool) -> Markup:
+def _reach(entry: Entry, name: str, is_base: bool, doubt: str | None) -> Markup:
     ratio = entry.progress_ratio if name == "progress" else entry.seconds_ratio
     if ratio is None:
         return join(["–" if entry.score is None else tag("span", "not reached", class_="quiet")])
@@ -190,7 +210,7 @@ def _reach(entry: Entry, name: str, is_base: bool) -> Markup:
         if name == "progress"
         else units.seconds(entry.seconds_to_baseline)
     )
-    return join([f"{ratio:.0%}", tag("small", at)])
+    return join([units.about(f"{ratio:.0%}", doubt), tag("small", units.about(at, doubt))])
 
 
 def _scale(entries: Sequence[Entry]) -> tuple[float, float]:
@@ -232,6 +252,7 @@ def _picture(entry: Entry, colour: str, scale: tuple[float, float], is_base: boo
 
 def cost_bars(summary: Summary) -> Markup:
     """Seconds of a step as bars: the optimizer's part in colour."""
+    doubt = summary.times or None
     known = [
         (e, colour)
         for e, colour in zip(summary.entries, looks(summary), strict=True)
@@ -246,8 +267,9 @@ def cost_bars(summary: Summary) -> Markup:
         bar = tag("div",
                   tag("i", style=f"width:{100 * share:.2f}%;background:{colour}"),
                   class_="bar", style=f"width:{100 * step / longest:.2f}%")  # fmt: skip
-        said = f"{units.seconds(step * share)} of {units.seconds(step)}"
+        part = units.about(units.share(share), doubt)
+        own, whole = (units.about(units.seconds(t), doubt) for t in (step * share, step))
         rows.append(tag("div", tag("span", e.label), tag("div", bar),
-                        tag("span", tag("b", units.share(share)), f" · {said}"),
-                        class_="cost"))  # fmt: skip
+                        tag("span", tag("b", part), f" · {own} of {whole}"),
+                        class_="cost muted" if doubt else "cost", title=doubt))  # fmt: skip
     return join(rows)

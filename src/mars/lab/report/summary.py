@@ -76,6 +76,7 @@ class Summary:
     rates: tuple[Sensitivity, ...] = ()  # from a committed grid
     origin: str = ""  # of that grid: "package", "study"; else it was given
     runs: tuple[RunLog, ...] = field(default=(), repr=False)
+    times: str = ""  # why they do not compare
 
     @property
     def measure(self) -> Measure:
@@ -134,8 +135,11 @@ def summarise(
     entries.sort(key=lambda e: (not e.ranked, e.score.mean if e.score else math.inf, e.label))
     found = next((e for e in entries if base is not None and e.runs == base.runs), None)
     asked = optimizers.label(baseline)
+    doubts = _of_times(entries)
     warnings += _general(entries, found, asked)
-    summary = Summary(tuple(entries), found, asked, tuple(warnings), runs=tuple(runs))
+    warnings += doubts
+    told, times = tuple(warnings), "; ".join(doubts)
+    summary = Summary(tuple(entries), found, asked, told, runs=tuple(runs), times=times)
     return summary.with_rates(rates)
 
 
@@ -326,6 +330,22 @@ def _general(entries: Sequence[Entry], base: Entry | None, asked: str) -> list[s
         if base and e.difference and e.score and e.difference.n < e.score.n:
             pairs = f"{e.difference.n} of {e.score.n} seeds, which both have"
             warnings.append(f"{e.label}: its difference to {base.label} is over {pairs}")
+    for what, value in compare.UNEQUAL.items():
+        values = sorted({str(value(run)) for e in entries for run in e.runs if e.ranked})
+        if len(values) > 1:
+            warnings.append(f"the runs differ in {what} ({'; '.join(values)}): compare with care")
+    # What a study declares to compute the same counts as one; its own note says so.
+    codes = {
+        str(r.header.get("same_code") or r.header.get("code")) for e in entries for r in e.runs
+    }
+    if len(codes) > 1:
+        warnings.append("the runs were made by different versions of the sources")
+    return warnings
+
+
+def _of_times(entries: Sequence[Entry]) -> list[str]:
+    """Why the times of these runs do not compare."""
+    warnings = []
     told = [run.header.get("hardware") for e in entries for run in e.runs]
     known = [machine for machine in told if isinstance(machine, dict)]
     machines = {str({**machine, "threads": None}) for machine in known}
@@ -334,20 +354,10 @@ def _general(entries: Sequence[Entry], base: Entry | None, asked: str) -> list[s
         warnings.append("the runs come from different hardware: do not compare their times")
     elif len(threads) > 1:
         warnings.append("the runs had different numbers of threads: do not compare their times")
-    for what, value in compare.UNEQUAL.items():
-        values = sorted({str(value(run)) for e in entries for run in e.runs if e.ranked})
-        if len(values) > 1:
-            warnings.append(f"the runs differ in {what} ({'; '.join(values)}): compare with care")
     busy = max((_unsteady(run.train) for e in entries for run in e.runs), default=0.0)
     if busy > STEADY:
         warnings.append(
             f"the time of a step varies by {busy:.0%} within a run: the machine was busy, "
             "do not compare times"
         )
-    # What a study declares to compute the same counts as one; its own note says so.
-    codes = {
-        str(r.header.get("same_code") or r.header.get("code")) for e in entries for r in e.runs
-    }
-    if len(codes) > 1:
-        warnings.append("the runs were made by different versions of the sources")
     return warnings

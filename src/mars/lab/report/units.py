@@ -104,6 +104,15 @@ def share(value: float | None) -> str:
     return f"{value:.0%}" if value >= 0.0995 else f"{value:.1%}"
 
 
+def about(text: str, doubt: object) -> str:
+    """A figure, marked as a rough one if there is a doubt.
+
+    >>> about("4.2 s", "busy"), about("4.2 s", None), about("–", "busy")
+    ('~4.2 s', '4.2 s', '–')
+    """
+    return f"~{text}" if doubt and text != "–" else text
+
+
 def _three(value: float) -> str:
     """Three significant digits, no trailing zeros, no exponent."""
     if value == 0:

@@ -117,7 +117,7 @@ def table(summary: Summary, room: int | None = None) -> str:
     base = summary.baseline.label if summary.baseline else summary.asked
     columns = IMAGES if summary.measure.unit == "images" else TEXT
     head = tuple(title.format(_cut(f"to {base}", 20)) for title in columns)
-    rows = [head, *(_row(entry, columns) for entry in summary.entries)]
+    rows = [head, *(_row(entry, columns, summary.times) for entry in summary.entries)]
     others = sum(max(len(row[i]) for row in rows) + 2 for i in range(1, len(head)))
     width = min(WIDTH, room or WIDTH)
     short = [_cut(row[0], max(12, WIDTH - others)) for row in rows]
@@ -131,7 +131,7 @@ def table(summary: Summary, room: int | None = None) -> str:
     return "\n".join([above, "", text, "", *below])
 
 
-def _row(entry: Entry, columns: Sequence[str]) -> tuple[str, ...]:
+def _row(entry: Entry, columns: Sequence[str], doubt: str) -> tuple[str, ...]:
     finished = 0 if entry.score is None else entry.score.n
     cells = {
         "optimizer": entry.label,
@@ -144,9 +144,9 @@ def _row(entry: Entry, columns: Sequence[str]) -> tuple[str, ...]:
         "{}": _versus(entry),
         "tokens": _ratio(entry.progress_ratio),
         "epochs": _ratio(entry.progress_ratio),
-        "images/s": units.tokens(entry.speed),
-        "step": units.seconds(entry.step_seconds),
-        "opt": units.share(entry.optimizer_share),
+        "images/s": units.about(units.tokens(entry.speed), doubt),
+        "step": units.about(units.seconds(entry.step_seconds), doubt),
+        "opt": units.about(units.share(entry.optimizer_share), doubt),
     }
     cells["n"] = cells["seeds"]
     return tuple(cells[name] for name in columns)

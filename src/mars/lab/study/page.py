@@ -55,7 +55,8 @@ def _page(v: Verdict, labels: list[str], path: Path, command: str) -> Path | Non
     base = next((b for label in labels if (b := v.study.baseline_of(label))), labels[0])
     name = {label: ladder.arm.name for label, ladder in found.items()}
     grid = {
-        "command": command, "origin": "study",
+        "command": command,
+        "origin": "study",
         "optimizers": {
             name[label]: {
                 "label": name[label],
