@@ -457,18 +457,24 @@ def test_a_race_from_the_command_line(tmp_path: Path, capsys: Capture) -> None:
         ]
         assert f"{sum(ends) / 2:.4f}" in captured.out
     assert "MARS-AdamW" in (tmp_path / "race" / "report.html").read_text()
+
+    def rows(out: str) -> str:
+        """The table: the words above it say in which directory the race goes on."""
+        return out.partition("\noptimizer ")[2].partition("\n\n")[0]
+
+    assert len(rows(captured.out).splitlines()) == 1 + len(summary.entries)
     # Again: nothing is trained, the same table comes out.
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "race").rglob("log.jsonl")}
     assert main(words) == 0
     assert {p: p.stat().st_mtime_ns for p in before} == before
-    assert captured.out.splitlines()[1:5] == capsys.readouterr().out.splitlines()[1:5]
+    assert rows(captured.out) == rows(capsys.readouterr().out)
     # So it does by the name of its directory, which may have been moved.
     moved = (tmp_path / "race").rename(tmp_path / "moved")
     assert main(["race", str(moved), "--jobs", "1"]) == 0
     assert {p: p.stat().st_mtime_ns for p in moved.rglob("log.jsonl")} == {
         moved / p.relative_to(tmp_path / "race"): at for p, at in before.items()
     }
-    assert captured.out.splitlines()[1:5] == capsys.readouterr().out.splitlines()[1:5]
+    assert rows(captured.out) == rows(capsys.readouterr().out)
     about = json.loads((moved / "race.json").read_text())
     assert shlex.split(about["command"])[2:] == [
         str(path), *words[2:7], "--keep.out", str(moved), "--jobs", "1"

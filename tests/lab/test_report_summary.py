@@ -13,6 +13,7 @@ import synthetic_logs as logs
 
 from mars.lab.errors import LabError
 from mars.lab.report import headline, load, read_rates, summarise, table
+from mars.lab.report.markup import escape
 from mars.lab.report.page import render
 from mars.lab.report.statistics import t_quantile
 from mars.lab.report.summary import Entry, Summary
@@ -416,9 +417,9 @@ def test_the_table_fits_a_hundred_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ours", "said"),
     [
-        ({0: 2.9, 1: 2.91}, "0.1000 below AdamW (95% CI"),
-        ({0: 2.9, 1: 3.1}, "not resolved with 2 seeds"),
-        ({0: 2.9}, "whether that is more than noise is not known"),
+        ({0: 2.9, 1: 2.91}, "0.1000 below AdamW (95% interval 0.1000 to 0.1000, 2 seeds)."),
+        ({0: 2.9, 1: 3.1}, "0.0050 below AdamW, which may be noise (95% interval −1.2"),
+        ({0: 2.9}, "0.1000 below AdamW, on one seed, which does not tell it from noise."),
         ({0: 3.1, 1: 3.2}, "no other optimizer beats the baseline"),
         ({7: 2.9}, "no seed in common"),
     ],
@@ -429,6 +430,34 @@ def test_the_headline_is_honest(tmp_path: Path, ours: dict[int, float], said: st
     for seed, loss in ours.items():
         run(tmp_path, "muon", seed, {0: 5.0, 400: loss})
     assert said in headline(summarise(load([tmp_path])))
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("mars race gpt-tiny --seeds 2 --out 'a b'",
+         "`mars race 'a b' --seeds 5` goes on with this race."),
+        ("mars race runs/a --keep.out=runs/b",
+         "`mars race runs/b --seeds 5` goes on with this race."),
+        ("mars race --seeds 2 gpt-tiny",
+         "`mars race runs/race-gpt-tiny --seeds 5` goes on with this race."),
+        ("mars study tiny-optimizers",
+         "`mars study tiny-optimizers --seeds 5` goes on with this study."),
+        ("mars train gpt-tiny", "run more."),
+    ],
+)  # fmt: skip
+def test_a_lead_by_two_seeds_says_how_to_run_more(tmp_path: Path, command: str, said: str) -> None:
+    for seed, loss in ((0, 3.0), (1, 3.01)):
+        run(tmp_path, "adamw", seed, {0: 5.0, 400: loss})
+        run(tmp_path, "muon", seed, {0: 5.0, 400: loss - 0.2}, command=command)
+        run(tmp_path, "mars-m", seed, {0: 5.0, 400: loss - 0.1 + 0.001 * seed})
+    (tmp_path / "race.json").write_text(json.dumps({"command": command, "recipe": "gpt-tiny"}))
+    runs = load([tmp_path])
+    words = headline(summarise(runs))
+    lead = "Its lead over MARS-M, 0.1005 (95% interval 0.0941 to 0.1069), rests on 2 seeds only: "
+    assert words.endswith(lead + said)
+    shown = escape(said).replace("`mars", "<code>mars")
+    assert shown.replace("`", "</code>") in render(runs, summarise(runs))
 
 
 def test_a_committed_grid_fills_in_for_rates_that_were_not_run(tmp_path: Path) -> None:

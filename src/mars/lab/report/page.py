@@ -30,7 +30,7 @@ def render(runs: Sequence[RunLog], summary: Summary, title: str | None = None) -
         "hash": digest,
         "style": Markup(_resource("page.css")),
         "facts": details.facts(summary, title),
-        "headline": headline(summary),
+        "headline": _with_code(headline(summary)),
         "warnings": _warnings(summary),
         "result": result.result_table(summary),
         "score": summary.measure.score,
@@ -83,6 +83,11 @@ def _grid(summary: Summary) -> Markup:
     chosen = all(rates.get(c.label, rates.get(c.optimizer)) == c.best for c in found)
     so = "; the rates of the table were chosen from it." if chosen else "."
     return tag("p", f"{whose}: {what}, made with ", made, so, class_="lead")
+
+
+def _with_code(text: str) -> Markup:
+    """Commands of this project, which words have between backticks, as code."""
+    return Markup(re.sub("`(mars [^`]*)`", r"<code>\1</code>", escape(text)))
 
 
 def _warnings(summary: Summary) -> Markup:

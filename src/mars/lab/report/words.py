@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import shlex
 from collections.abc import Sequence
 
 from mars.lab.report import fit, statistics, units
@@ -11,15 +13,16 @@ from mars.lab.report.summary import Entry, Summary
 
 WIDTH = 100
 ENOUGH = 3  # seeds for a lead that was picked from the table to count
+MORE = 5  # that a race should have, if its two best are to be told apart
 TEXT = ("optimizer", "lr", "seeds", "final loss", "{}", "tokens", "step", "opt")
 IMAGES = ("optimizer", "lr", "n", "accuracy", "best", "loss", "{}", "epochs", "images/s")
 LEGENDS = {
     "tokens": "final loss: mean ± standard deviation over seeds. to …: paired difference, 95% "
-    "interval. tokens: to reach the baseline's final loss, as a part of its own. opt: the "
-    "optimizer's share of a step.",
+    "interval. tokens: until the baseline's final loss, in percent of what the baseline needed. "
+    "opt: the optimizer's share of a step.",
     "images": "accuracy: at the end, in %, mean ± standard deviation over n seeds; best: the "
-    "highest on the way. to …: paired difference in points, 95% interval. epochs: to reach the "
-    "baseline's final accuracy, as a part of its own.",
+    "highest on the way. to …: paired difference in points, 95% interval. epochs: until the "
+    "baseline's final accuracy, in percent of what the baseline needed.",
 }
 
 
@@ -62,7 +65,7 @@ def _ranking(summary: Summary) -> str:
             parts.append(f"It reaches {what} with {share}.")
     second = next((e for e in ranked[1:] if e is not base or best is base), None)
     if second is not None:
-        parts.append(_runner_up(best, second))
+        parts.append(_runner_up(best, second, summary))
     return " ".join(parts)
 
 
@@ -84,32 +87,67 @@ def _against(best: Entry, base: Entry) -> str:
         return f"but has no seed in common with {base.label}, so the two are not compared"
     gap = f"{best.measure.gap(d)} {best.measure.beyond} {base.label}"
     if d.resolved is None:
-        return f"{gap}, with one seed: whether that is more than noise is not known"
+        return f"{gap}, on one seed, which does not tell it from noise"
     if not d.resolved:
-        return f"{gap}, a difference that is not resolved with {seeds(d.n)} ({_interval(best, d)})"
+        return f"{gap}, which may be noise ({_interval(best, d)}, {seeds(d.n)})"
     return f"{gap} ({_interval(best, d)}, {seeds(d.n)})"
 
 
-def _runner_up(best: Entry, second: Entry) -> str:
+def _runner_up(best: Entry, second: Entry, summary: Summary) -> str:
     d = statistics.paired(best.scores, second.scores, best.runs[0].grain)
     if d is None:
         return ""
-    gap = f"Its lead over {second.label}, {best.measure.gap(d)}, is"
+    lead, gap = f"Its lead over {second.label}", best.measure.gap(d)
     if d.mean >= 0:
-        return f"On equal seeds it does not lead {second.label}."
+        return f"On the seeds that both have, {second.label} is as good or better."
     if d.resolved is None:
-        return f"{gap} from one seed."
+        return f"{lead}, {gap}, rests on one seed{_run_more(summary)}."
     if not d.resolved:
-        return f"{gap} not resolved with {seeds(d.n)}."
+        return f"{lead}, {gap}, may be noise ({_interval(best, d)}, {seeds(d.n)})."
     if d.n < ENOUGH:
-        return f"{gap} more than noise by {seeds(d.n)} alone ({_interval(best, d)}): run more."
-    return f"{gap} resolved ({_interval(best, d)})."
+        told = f"{gap} ({_interval(best, d)}), rests on {seeds(d.n)} only"
+        return f"{lead}, {told}{_run_more(summary)}."
+    return f"{lead} is {gap} ({_interval(best, d)}, {seeds(d.n)})."
+
+
+def _run_more(summary: Summary) -> str:
+    """How to get more seeds, as far as it is known what made these runs."""
+    first = summary.runs[0]
+    words = _split(str(first.race.get("command") or first.header.get("command") or ""))
+    if words[:2] == ["mars", "race"]:  # which goes on if it is given its directory
+        usual = f"runs/race-{first.race.get('recipe')}"
+        what = [*words[:2], _option(words, "--out", "--keep.out") or usual]
+    elif words[:2] == ["mars", "study"]:
+        what = words
+    else:
+        return ": run more"
+    command = " ".join(map(shlex.quote, [*what, "--seeds", str(MORE)]))
+    return f": `{command}` goes on with this {words[1]}"
+
+
+def _split(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return []
+
+
+def _option(words: Sequence[str], *names: str) -> str | None:
+    """The value of an option, however it was written."""
+    pairs = [word.partition("=")[::2] for word in words]
+    pairs += list(itertools.pairwise(words))
+    return next((value for name, value in reversed(pairs) if name in names and value), None)
 
 
 def _interval(entry: Entry, d: Difference) -> str:
+    """Signed as in the table if it has zero inside, else as far apart as the words say."""
     m = entry.measure
-    shown = m.shown(d)
-    return f"95% CI {m.signed(shown.low)} to {m.signed(shown.high)}"
+    if not d.resolved:
+        shown = m.shown(d)
+        return f"95% interval {m.signed(shown.low)} to {m.signed(shown.high)}"
+    ends = sorted(abs(end) for end in (d.low or 0.0, d.high or 0.0))
+    low, high = (m.gap(Difference(d.n, end, None, None)) for end in ends)
+    return f"95% interval {low.split()[0]} to {high}"
 
 
 def table(summary: Summary, room: int | None = None) -> str:
