@@ -142,6 +142,20 @@ def test_a_long_name_leaves_room_for_figures_on_a_phone(
     assert max(names) < 390 / 2
 
 
+def test_a_table_that_is_cut_on_a_phone_shows_that_it_goes_on(
+    browser: Any, pages: dict[str, Path]
+) -> None:
+    box = "document.querySelector('.result').parentNode"
+    look = f"const b = {box}; return [b.className, getComputedStyle(b).maskImage !== 'none', "
+    look += "getComputedStyle(b.nextSibling).display]"
+    page = Page(browser, pages["race"], width=400)
+    assert page.js(look) == ["scroll over more", True, "block"]
+    page.js(f"const b = {box}; b.scrollLeft = b.scrollWidth")
+    page.js("return new Promise(requestAnimationFrame)")
+    assert page.js(look) == ["scroll over", False, "block"]
+    assert Page(browser, pages["race"], width=1280).js(look) == ["scroll", False, "none"]
+
+
 def test_a_click_in_the_legend_hides_and_a_double_click_isolates(
     browser: Any, pages: dict[str, Path]
 ) -> None:

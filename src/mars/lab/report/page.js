@@ -269,6 +269,17 @@ function setUpCost() {
   if (shown.some(Boolean) || byId('bars').children.length) byId('cost').hidden = false;
 }
 
+// A table that is cut looks whole where scroll bars are hidden: what goes on fades out.
+for (const box of document.querySelectorAll('.scroll')) {
+  const look = () => {
+    const rest = box.scrollWidth - box.clientWidth;
+    box.classList.toggle('over', rest > 4);
+    box.classList.toggle('more', rest - box.scrollLeft > 4);
+  };
+  box.addEventListener('scroll', look, { passive: true });
+  new ResizeObserver(look).observe(box);
+}
+
 setUpMain();
 legend(byId('legend'), DATA.entries);
 if (DATA.rates.length) {

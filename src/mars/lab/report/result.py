@@ -31,7 +31,8 @@ def result_table(summary: Summary) -> Markup:
         for entry, colour in zip(summary.entries, looks(summary), strict=True)
     ]
     inner = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *body), class_="result")
-    return tag("div", inner, class_="scroll", tabindex="0", role="region", aria_label="Results")
+    box = tag("div", inner, class_="scroll", tabindex="0", role="region", aria_label="Results")
+    return join([box, tag("p", "The table goes on to the right →", class_="hint swipe")])
 
 
 TITLES = {
