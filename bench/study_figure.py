@@ -9,7 +9,9 @@ first one, with its interval, in one panel that is read on a phone as well.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,27 +23,35 @@ from mars.lab.study.choice import Ladder, ladders
 from mars.lab.study.definition import Study
 from mars.lab.study.results import Result, Results
 
-# Families by hue, MARS the stronger of each. Other arms have matplotlib's colours.
+# Arms have the colours of their optimizers in the report. What a colour-blind reader might mistake
+# for another (blue and pink, where pink is seen as blue) differs in its line or its marker, too.
+REPORT = dict(
+    re.findall(
+        r"--([\w-]+): light-dark\((#\w{6})",
+        resources.files("mars.lab.report").joinpath("page.css").read_text(encoding="utf-8"),
+    )
+)
 COLORS = {
-    "AdamW": "#444444",
-    "MARS-AdamW (.9, .95)": "#c96f12",
-    "MARS-AdamW": "#c96f12",
-    "MARS-AdamW (.95, .99)": "#a8752a",
-    "MARS-AdamW, no clip, raw": "#c2185b",
-    "Muon": "#4f86bd",
-    "Muon, original scale": "#5b9b6b",
-    "MARS-M": "#1f5fa8",
-    "MARS-Shampoo": "#2e8b57",
-    "SOAP": "#9467bd",
-    "Lion": "#b97474",
-    "MARS-Lion": "#b03a3a",
-    "γ = 0": "#444444",
-    "γ = 0.0125": "#c98a00",
-    "γ = 0.025": "#1f5fa8",
-    "γ = 0.05": "#2e8b57",
-    "γ = 0.1": "#b03a3a",
+    "AdamW": "adamw",
+    "MARS-AdamW (.9, .95)": "mars-adamw",
+    "MARS-AdamW": "mars-adamw",
+    "MARS-AdamW (.95, .99)": "mars-adamw",
+    "MARS-AdamW, no clip, raw": "mars-adamw",
+    "Muon": "muon",
+    "Muon, original scale": "muon",
+    "MARS-M": "mars-m",
+    "MARS-Shampoo": "mars-shampoo",
+    "SOAP": "soap",
+    "Lion": "lion",
+    "MARS-Lion": "mars-lion",
+    "γ = 0": "adamw",
+    "γ = 0.0125": "lion",
+    "γ = 0.025": "muon",
+    "γ = 0.05": "mars-shampoo",
+    "γ = 0.1": "mars-adamw",
 }
-EXACT = ", exact"  # has the colour of the same γ in approximate mode, dashed
+SECOND = {"MARS-AdamW (.95, .99)", "MARS-AdamW, no clip, raw", "Muon, original scale"}  # dashed
+EXACT = ", exact"  # has the colour of the same γ in approximate mode, in panels of its own
 FEW = 6  # rungs that have room for their names
 FAINT = 0.45  # single runs, beside the lines of their means
 CLIFF = 4.0  # times as far above the lowest loss as three quarters of the runs: learned nothing
@@ -49,17 +59,32 @@ SKIPPED = 0.25  # of the tokens: before that, curves fall too fast to tell them 
 
 
 def color_of(label: str, other: str) -> str:
-    return COLORS.get(label.removesuffix(EXACT), other)
+    name = COLORS.get(label.removesuffix(EXACT))
+    return other if name is None else REPORT[name]
 
 
 def dashes(label: str) -> str:
-    return "--" if label.endswith(EXACT) else "-"
+    return "--" if label in SECOND else "-"
 
 
-def by_tokens(axes: Any, ladder: Ladder, results: Sequence[Result], color: str) -> None:
-    """The mean curve over seeds at the best rate."""
+def marker(label: str) -> str:
+    """Squares for what is compared with MARS."""
+    return "o" if label.startswith(("MARS", "γ")) else "s"
+
+
+def seeds_of(found: Sequence[Ladder]) -> list[int]:
+    """The seeds that all arms have at their best rates: means over others do not compare."""
+    shared = set.intersection(*(set(own.losses[own.best]) for own in found))
+    return sorted(shared)
+
+
+def by_tokens(
+    axes: Any, ladder: Ladder, results: Sequence[Result], color: str, seeds: Sequence[int]
+) -> None:
+    """The mean curve over these seeds, or all that there are, at the best rate."""
     label = ladder.arm.label
     own = [r for r in results if r.arm == label and r.lr == ladder.best and r.status == "done"]
+    own = [r for r in own if r.seed in seeds] or own
     rows = zip(*(r.curve["loss"] for r in own), strict=True)
     points = [
         (tokens, fmean(losses))
@@ -75,15 +100,23 @@ def by_tokens(axes: Any, ladder: Ladder, results: Sequence[Result], color: str) 
     )  # fmt: skip
 
 
-def by_rate(axes: Any, ladder: Ladder, color: str) -> None:
-    """Every run, and the mean of seeds."""
-    rates = sorted(lr for lr, own in ladder.losses.items() if max(own.values()) < float("inf"))
-    means = [fmean(ladder.losses[lr].values()) for lr in rates]
-    axes.plot(rates, means, color=color, lw=1.3, ls=dashes(ladder.arm.label))
-    for lr in rates:
-        losses = list(ladder.losses[lr].values())
-        several = len(losses) > 1
-        axes.plot([lr] * len(losses), losses, "o", color=color, ms=3, alpha=FAINT if several else 1)
+def most_seeds(found: Sequence[Ladder]) -> int:
+    return max(len(seeds) for own in found for seeds in own.losses.values())
+
+
+def by_rate(axes: Any, ladder: Ladder, color: str, most: int) -> None:
+    """The mean of seeds by rate, hollow where they are fewer than this many; every run, faint."""
+    losses = ladder.losses
+    rates = sorted(lr for lr, own in losses.items() if max(own.values()) < float("inf"))
+    means = [fmean(losses[lr].values()) for lr in rates]
+    label = ladder.arm.label
+    axes.plot(rates, means, color=color, lw=1.3, ls=dashes(label))
+    for lr, mean in zip(rates, means, strict=True):
+        own = list(losses[lr].values())
+        face = color if len(own) >= most else "white"
+        axes.plot(lr, mean, marker(label), mec=color, mfc=face, ms=4.5, mew=1.1, zorder=3)
+        if len(own) > 1:
+            axes.plot([lr] * len(own), own, "_", color=color, ms=6, alpha=FAINT)
 
 
 def cut(axes: Any, found: Sequence[Ladder]) -> None:
@@ -140,44 +173,75 @@ def opened(directory: Path) -> tuple[Any, Study, list[Result], list[Ladder]]:
     return plt, study, results, found
 
 
+def rows_of(found: Sequence[Ladder]) -> dict[str, list[Ladder]]:
+    """Arms by the row of panels that they are in: exact mode has its own, with the baseline."""
+    exact = [own for own in found if own.arm.label.endswith(EXACT)]
+    if not exact:
+        return {"": list(found)}
+    rest = [own for own in found if own not in exact]
+    return {"approximate: ": rest, "exact: ": [rest[0], *exact]}
+
+
+def over(seeds: Sequence[int], found: Sequence[Ladder]) -> str:
+    """Over which seeds curves are means."""
+    if all(len(own.losses[own.best]) == len(seeds) for own in found):
+        return f"mean of {len(seeds)} seeds" if len(seeds) > 1 else "one seed"
+    if not seeds:
+        return "mean over the seeds that each has"
+    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}, which all have"
+
+
 def draw(directory: Path) -> Path:
     plt, study, results, found = opened(directory)
-    colors = [color_of(own.arm.label, f"C{i % 10}") for i, own in enumerate(found)]
+    colors = {o.arm.label: color_of(o.arm.label, f"C{i % 10}") for i, o in enumerate(found)}
     searched = any(len(own.losses) > 1 for own in found)
+    rows = rows_of(found)
+    size = (11 if searched else 8, 4.4 if len(rows) == 1 else 7.6)
     figure, panels = plt.subplots(
-        1, 1 + searched, figsize=(11 if searched else 8, 4.4), squeeze=False, layout="constrained"
+        len(rows), 1 + searched, figsize=size, squeeze=False, layout="constrained", sharey="col"
     )
-    first = panels[0][0]
-    for own, color in zip(found, colors, strict=True):
-        by_tokens(first, own, results, color)
-    spread_labels(first)
-    first.set_xlabel("million tokens")
-    first.set_ylabel("validation loss")
+    seeds = seeds_of(found)
     title = study.question.partition(":")[0]
     if searched:
-        several = any(len(seeds) > 1 for own in found for seeds in own.losses.values())
-        title = "at the best rate, mean over seeds" if several else "one seed, best rate so far"
-    first.set_title(title, fontsize=10)
-    for panel in panels[0]:
+        title = f"at the best rate so far, {over(seeds, found)}"
+        if any(len(own) > 1 for o in found for own in o.losses.values()):
+            title = f"at the best rate, {over(seeds, found)}"
+    for (mode, arms), (first, *more) in zip(rows.items(), panels, strict=True):
+        for own in arms:
+            by_tokens(first, own, results, colors[own.arm.label], seeds)
+            for second in more:
+                by_rate(second, own, colors[own.arm.label], most_seeds(found))
+        first.set_title(mode + title, fontsize=10)
+        for second in more:
+            axis_of_rates(second, found)
+            several = any(len(own) > 1 for o in arms for own in o.losses.values())
+            single = ", – single runs" * several
+            second.set_title(f"{mode}final loss by rate{single}; colours as left", fontsize=10)
+    for (first, *more), arms in zip(panels, rows.values(), strict=True):
+        for second in more:
+            cut(second, arms)
+        spread_labels(first)
+        first.set_ylabel("validation loss")
+    for panel in panels.flat:
         panel.spines[["top", "right"]].set_visible(False)
-    if searched:
-        second = panels[0][1]
-        for own, color in zip(found, colors, strict=True):
-            by_rate(second, own, color)
-        cut(second, found)
-        second.set_xscale("log")
-        tried = sorted({lr for own in found for lr in own.losses})
-        rungs = sorted({lr for o in found for lr in o.losses if lr == o.arm.rate(o.arm.rung(lr))})
-        ticks = rungs if len(rungs) <= FEW else [10**e for e in range(-5, 0)]
-        second.set_xticks(ticks, [units.rate(t) for t in ticks])
-        second.set_xlim(tried[0] / 1.5, tried[-1] * 1.5)
-        second.minorticks_off()
-        second.set_xlabel("learning rate")
-        means = "; lines: means" * several
-        second.set_title(f"every run by rate{means}; colours as left", fontsize=10)
+    panels[-1][0].set_xlabel("million tokens")
     path = directory / "figure.png"
     figure.savefig(path, dpi=150)
     return path
+
+
+def axis_of_rates(axes: Any, found: Sequence[Ladder]) -> None:
+    axes.set_xscale("log")
+    tried = sorted({lr for own in found for lr in own.losses})
+    rungs = sorted({lr for o in found for lr in o.losses if lr == o.arm.rate(o.arm.rung(lr))})
+    ticks = rungs if len(rungs) <= FEW else [10**e for e in range(-5, 0)]
+    axes.set_xticks(ticks, [units.rate(t) for t in ticks])
+    axes.set_xlim(tried[0] / 1.5, tried[-1] * 1.5)
+    axes.minorticks_off()
+    most = most_seeds(found)
+    fewer = any(len(seeds) < most for own in found for seeds in own.losses.values())
+    hollow = f"\nhollow: fewer than {most} seeds" * fewer
+    axes.set_xlabel(f"learning rate, logarithmic{hollow}")
 
 
 def summarise(directory: Path) -> Path:
@@ -190,7 +254,7 @@ def summarise(directory: Path) -> Path:
         color = color_of(own.arm.label, "#444444")
         if d.low is not None:
             axes.plot([d.low, d.high], [y, y], color=color, lw=2)
-        axes.plot(d.mean, y, "o", color=color, ms=6)
+        axes.plot(d.mean, y, marker(own.arm.label), color=color, ms=6)
         side = 1 if d.mean > 0 else -1  # away from zero
         end = d.mean if d.low is None else max(d.low, d.high, key=lambda x: side * x)
         axes.annotate(
@@ -199,7 +263,7 @@ def summarise(directory: Path) -> Path:
             ha="left" if side > 0 else "right",
         )  # fmt: skip
     base_label = base.arm.label
-    axes.axvline(0, color=COLORS.get(base_label, "#444444"), lw=1)
+    axes.axvline(0, color=color_of(base_label, "#444444"), lw=1)
     axes.set_yticks(range(len(rows)), [own.arm.name for own, _ in rows])
     axes.margins(x=0.18)
     loss = fmean(base.losses[base.best].values())

@@ -191,6 +191,17 @@ def test_pictures_of_studies_can_be_drawn_again(study: str, tmp_path: Path) -> N
     plt.close("all")
 
 
+def test_pictures_of_studies_compare_equal_seeds() -> None:
+    import study_figure as figure
+
+    found = [own for own in ladders("gpt2-small").values() if own.best is not None]
+    assert {len(own.losses[own.best]) for own in found} == {1, 2, 3}
+    assert figure.over(figure.seeds_of(found), found) == "seed 0, which all have"
+    assert figure.most_seeds(found) == 3
+    equal = [own for own in found if len(own.losses[own.best]) == 3]
+    assert figure.over(figure.seeds_of(equal), equal) == "mean of 3 seeds"
+
+
 def test_sentences_on_the_race_are_those_of_its_logs() -> None:
     from mars.lab.report import load, summarise
 
