@@ -26,7 +26,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
             panels.setdefault(row.parameters, []).append(row)
     if not panels:
         raise RuntimeError("no picture: nothing was timed")
-    heights = [0.9 + 0.24 * len(panel) for panel in panels.values()]
+    heights = [1.0 + 0.24 * len(panel) for panel in panels.values()]
     figure = figure_of(figsize=(9.0, sum(heights) + 0.4), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
     for ax, (name, panel) in zip(axes[:, 0], panels.items(), strict=True):
@@ -66,6 +66,7 @@ def _scale(ax: Any, low: float, high: float) -> None:
         ax.set_xlim(0.0, 1.25 * max(high, 1.0))
         return
     ax.set_xscale("log")
+    ax.set_xlabel("ratio, logarithmic", fontsize=8)  # lengths of bars are no ratios then
     ax.set_xlim(0.6 * low, high * (high / low) ** 0.25)
     locator = importlib.import_module("matplotlib.ticker").LogLocator
     ax.xaxis.set_major_locator(locator(subs=(1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)))
