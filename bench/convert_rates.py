@@ -142,11 +142,11 @@ def draw(path: Path) -> None:
     base, points = result["base_rate"], result["points"]
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
     for name, label, color in (
-        ("adamw", "AdamW", "#555555"),
-        ("adamw, betas of MARS", "AdamW, betas of MARS", "#aaaaaa"),
-        ("mars-adamw", "MARS-AdamW", "#c8442e"),
-        ("mars-adamw, AdamW's betas", "MARS-AdamW, betas of AdamW", "#e0962f"),
-        ("muon", "Muon", "#7a8fa6"),
+        ("adamw", "AdamW (.9, .95)", "#555555"),
+        ("adamw, betas of MARS", "AdamW (.95, .99)", "#aaaaaa"),
+        ("mars-adamw", "MARS-AdamW (.95, .99), published", "#c8442e"),
+        ("mars-adamw, AdamW's betas", "MARS-AdamW (.9, .95)", "#e0962f"),
+        ("muon", "Muon: MARS-M, γ = 1−β₁, no clip", "#7a8fa6"),
         ("mars-m", "MARS-M", "#2f6db3"),
     ):
         xs = [p["x"] / base if name == "adamw" else p["x"] for p in points[name]]
@@ -160,7 +160,7 @@ def draw(path: Path) -> None:
     axes.set_xscale("log")
     axes.set_xticks([0.5, 1, 2, 4, 8, 16], ["0.5", "1", "2", "4", "8", "16"])
     axes.minorticks_off()
-    axes.set_xlabel(f"learning rate, in multiples of {base:g}")
+    axes.set_xlabel(f"learning rate, in multiples of {base:g}, logarithmic")
     axes.set_ylabel("validation loss")
     millions = result["parameters"] / 1e6
     title = f"GPT of {millions:.2g}M parameters, {result['tokens'] / 1e6:.2g}M tokens"
