@@ -274,6 +274,17 @@ def test_times_are_read_as_in_the_tables(browser: Any, pages: dict[str, Path]) -
         assert page.find("#main .tip").text.splitlines()[0] == text == units.seconds(seconds)
 
 
+def test_a_chart_of_single_points_is_left_out(browser: Any, tmp_path: Path) -> None:
+    """A study has one time of a step for a run: the bars say it."""
+    for name in ("adamw", "muon"):
+        logs.run(tmp_path / name, name, log_every=400)
+    runs = load([tmp_path])
+    page = Page(browser, write(tmp_path / "report.html", runs, summarise(runs)))
+    assert page.js("return document.querySelectorAll('.cost').length") == 2
+    assert not page.find("#t-speed").is_displayed()
+    assert "the optimizer’s share of the time of a step" in page.find("#cost").text  # noqa: RUF001
+
+
 def test_a_run_without_times_is_not_drawn_over_them(browser: Any, tmp_path: Path) -> None:
     """As an arm of a study is that was not there when steps were timed."""
     logs.run(tmp_path / "timed", "adamw")

@@ -115,6 +115,12 @@ function metricSeries(metric, options) {
 const hasMetric = (metric) =>
   DATA.entries.some((e) => e.runs.some((run) => columns(run, metric, 0)));
 
+// Two points or more in some run: of a study, a step's time is one number, which tables have.
+const isCurve = (metric) => DATA.entries.some((e) => e.runs.some((run) => {
+  const found = columns(run, metric, 0);
+  return found && found.y.filter((v) => v !== null).length > 1;
+}));
+
 // A range for y that leaves out the fall of the first tenth, which would flatten all the rest.
 function detail(series, falling) {
   const main = series.filter((s) => s.role === 'main' && s.y.length > 4);

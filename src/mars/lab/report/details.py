@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from mars.lab.report import units
 from mars.lab.report.compare import flatten
-from mars.lab.report.markup import Child, Markup, join, table, tag
+from mars.lab.report.markup import Child, Markup, escape, join, table, tag
 from mars.lab.report.runs import RunLog
 from mars.lab.report.summary import Summary
 
@@ -95,9 +95,9 @@ def configuration(summary: Summary) -> Markup:
             if run.label not in labels:
                 labels.append(run.label)
         if len(who) == 1:
-            same.append([key, next(iter(who))])
+            same.append([_breakable(key), next(iter(who))])
         elif not key.startswith("keep."):
-            differ.append([key, _values(who, len({run.label for run in runs}))])
+            differ.append([_breakable(key), _values(who, len({run.label for run in runs}))])
     parts: list[Child] = []
     if differ:
         parts += [tag("h3", "Differs between runs"), table(["Field", "Values"], differ, "differ")]
@@ -105,6 +105,11 @@ def configuration(summary: Summary) -> Markup:
         parts.append(_fold(f"The same in all runs ({len(same)} fields)",
                            table(["Field", "Value"], same), open_=len(runs) == 1))  # fmt: skip
     return join(parts)
+
+
+def _breakable(key: str) -> Markup:
+    """The name of a field, which may break after a dot where there is no room."""
+    return Markup(escape(key).replace(".", ".<wbr>"))
 
 
 def provenance(summary: Summary) -> Markup:

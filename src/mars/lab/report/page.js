@@ -218,7 +218,7 @@ function buildRates() {
 
 function tile(id, title, metric, y, more = {}) {
   const host = byId(id);
-  if (!hasMetric(metric)) { host.hidden = true; return false; }
+  if (!isCurve(metric)) { host.hidden = true; return false; }
   const build = () => {
     const series = metricSeries(metric, { smooth: more.smooth || 0, raw: more.raw, seeds: false });
     return { series, x: axis(), y: { label: '', log: false, text: plain, kind: 'number', ...y }, guides: more.guides ? more.guides() : [] };
@@ -266,7 +266,7 @@ function setUpCost() {
     tile('t-lr', 'Learning rate', 'train.lr', { kind: 'rate', text: rate, floor: 0 }),
     tile('t-mfu', 'Model FLOPs utilisation', 'train.mfu', { kind: 'percent', text: percent, floor: 0 }),
   ];
-  if (shown.some(Boolean) || byId('bars').children.length) byId('cost').hidden = false;
+  if (shown.some(Boolean) || byId('bars')) byId('cost').hidden = false;
 }
 
 // A table that is cut looks whole where scroll bars are hidden: what goes on fades out.

@@ -10,7 +10,7 @@ from mars.lab.report.palette import colours
 from mars.lab.report.statistics import Spread
 from mars.lab.report.summary import Entry, Summary
 
-BAR = 150  # width of the picture of a difference
+BAR = 136  # width of the picture of a difference
 
 
 def looks(summary: Summary) -> list[str]:
@@ -43,10 +43,10 @@ TITLES = {
     "best": ("Best accuracy", "on the way"),
     "loss": ("Validation loss", "mean ± sd, range"),
     "difference": ("To {base}", "95% interval"),
-    "picture": ("", ""),
+    "picture": ("{better}",),
     "progress": ("{progress}", "to {base}’s {measure}"),  # noqa: RUF001
     "seconds": ("Time", "to {base}’s {measure}"),  # noqa: RUF001
-    "step": ("Step", "optimizer"),
+    "step": ("Step", "optimizer’s share"),  # noqa: RUF001
     "speed": ("{unit}/s",),
     "memory": ("Memory", "peak"),
     "state": ("State",),
@@ -68,6 +68,7 @@ def _title(name: str, summary: Summary) -> list[Child]:
         "progress": m.progress_words.capitalize(),
         "measure": m.name.split()[-1],
         "unit": m.unit.capitalize(),
+        "better": "better →" if m.unit == "images" else "← better",
     }
     first, *rest = (text.format(**words) for text in TITLES[name])
     return [first, *(tag("small", text) for text in rest if text)]
@@ -273,4 +274,6 @@ def cost_bars(summary: Summary) -> Markup:
         rows.append(tag("div", tag("span", e.label), tag("div", bar),
                         tag("span", tag("b", part), f" · {own} of {whole}"),
                         class_="cost muted" if doubt else "cost", title=doubt))  # fmt: skip
-    return join(rows)
+    about = "The coloured part of a bar is the optimizer’s share of the time of a step."  # noqa: RUF001
+    bars = tag("div", *rows, class_="costs", id="bars")
+    return join([tag("p", about, class_="lead"), bars])
