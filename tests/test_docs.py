@@ -752,7 +752,7 @@ def test_sentences_on_the_scale_are_those_of_its_verdict() -> None:
 
 def test_the_first_trial_of_a_search_is_told_as_the_page_has_it() -> None:
     from mars.lab import arguments
-    from mars.lab.tune import advice
+    from mars.lab.search import advice
 
     found = advice(arguments.base_run("gpt2-small", ["--optimizer.name", "adamw"]), ["lr"])
     assert found is not None

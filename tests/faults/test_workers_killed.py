@@ -26,7 +26,7 @@ class Race:
     def words(self, steps: int, jobs: int) -> list[str]:
         path = written(config(self.given, steps=steps, eval_every=50, log_every=10))
         return [
-            "race", str(path), "--optimizers", "adamw", "mars-adamw", "--seeds", "1",
+            "race", str(path), "--optimizers", "adamw@0.01", "mars-adamw", "--seeds", "1",
             "--jobs", str(jobs), "--keep.out", str(self.out), "--keep.save-every", "20",
             "--no-report",
         ]  # fmt: skip

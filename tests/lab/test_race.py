@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import multiprocessing
 import shlex
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import own_module
 import pytest
@@ -17,7 +19,7 @@ import torch
 from miniature import run
 
 from gpu import needs_gpu
-from mars.lab import arguments, pool, race, workers
+from mars.lab import arguments, pool, race, search, workers
 from mars.lab.cli import main
 from mars.lab.config import Run, to_json
 from mars.lab.errors import unexpected
@@ -84,6 +86,71 @@ def test_a_file_overrides_the_recipe_for_all_and_one_optimizers_settings(tmp_pat
     }
     usual = arguments.base_run("gpt-tiny", ["--optimizer.name", "adamw"]).optimizer.lr
     assert settings == {"adamw": (32, 7, usual), "muon": (32, 7, 0.5)}
+
+
+OWN: dict[str, Any] = {
+    "recipe": "mine",
+    "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "vocab_size": 256},
+    "data": {"source": "tinyshakespeare", "tokenizer": "bytes"},
+    "optimizer": {"name": "adamw", "lr": 0.001, "betas": [0.9, 0.9], "weight_decay": 0.3},
+    "loop": {"steps": 12, "batch_size": 4},
+    "schedule": {"warmup_steps": 2},
+}
+
+
+def test_on_a_recipe_of_ones_own_no_optimizer_has_the_settings_of_another(tmp_path: Path) -> None:
+    """They had the rate, betas and decay of the one that the file is for."""
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(OWN))
+    names = ("adamw", "mars-m", "muon", "lion", "mars-adamw@0.5", "test_race:Mine")
+    made = jobs(str(path), "--optimizers", *names, "--seeds", "1")
+    own = {r.optimizer.name: r.optimizer for r in made.values()}
+    assert own["adamw"] == arguments.base_run(str(path), []).optimizer
+    usual = {name: arguments.base_run("gpt-tiny", ["--optimizer.name", name]).optimizer
+             for name in own}  # fmt: skip
+    for name in names[1:4]:
+        assert (own[name].betas, own[name].weight_decay, own[name].gamma) == (
+            usual[name].betas, usual[name].weight_decay, usual[name].gamma
+        )  # fmt: skip
+    # Where `mars tune` would begin: at the best rate of the nearest model of the studies here.
+    advised = {r.optimizer.name: search.advice(r, ["lr"]) for r in made.values()}
+    for name in ("mars-m", "muon", "lion"):
+        found = advised[name]
+        assert found is not None
+        assert own[name].lr == found.setting.lr
+        assert own[name].lr_1d == found.setting.optimizer.get("lr_1d")
+    assert own["mars-adamw"].lr == 0.5
+    assert own["test_race:Mine"].lr == 0.125
+    clipped = ("--optimizers", "adamw", "lion", "--optimizer.max-grad-norm", "0.5")
+    assert {r.optimizer.max_grad_norm for r in jobs(str(path), *clipped).values()} == {0.5}
+    path.write_text(json.dumps({**OWN, "optimizer": {**OWN["optimizer"], "max_grad_norm": 0.5}}))
+    assert {r.optimizer.max_grad_norm for r in jobs(str(path), *clipped[:3]).values()} == {0.5}
+    one = jobs(str(path), "--optimizers", "muon", "lion", "--seeds", "1", "--optimizer.lr", "0.7")
+    assert {r.optimizer.lr for r in one.values()} == {0.7}
+
+
+def test_rates_that_nobody_tuned_for_ones_own_recipe_are_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """A race told its ranking without a word."""
+    path, out = tmp_path / "own.json", tmp_path / "race"
+    path.write_text(json.dumps(OWN))
+    words = ["race", str(path), "--seeds", "1", "--loop.steps", "2", "--jobs", "1", "--optimizers"]
+    assert main([*words, "adamw", "muon", "lion", "mars-m@0.1", "--out", str(out)]) == 0
+    said = capsys.readouterr()
+    note = "the rates of muon, lion were not tuned for mine (adamw has the recipe's own); a grid: "
+    note += race.GRID
+    assert said.err.startswith(f"! {note}\n")
+    assert f"! {note}" in " ".join(said.out.split())
+    assert html.escape(note) in (out / "report.html").read_text()
+    assert json.loads((out / "race.json").read_text())["notes"] == [note]
+    monkeypatch.setattr(race, "run_all", lambda *_: None)  # as if somebody stopped it at once
+    for more in (
+        ["adamw", "muon", "--rates", "0.5", "1"], ["adamw", "muon@0.1"],
+        ["muon", "--optimizer.lr", "0.1"],
+    ):  # fmt: skip
+        assert main([*words, *more, "--out", str(tmp_path / "other")]) == 130
+        assert "not tuned for" not in capsys.readouterr().err
 
 
 def test_what_is_asked_for_counts_even_where_it_equals_the_recipes_value() -> None:
@@ -211,7 +278,7 @@ def test_a_race_that_is_done_is_not_that_of_what_has_changed(
     text.write_text("To be, or not to be, that is the question. " * 60)
     own_module.written(tmp_path, monkeypatch)
     words = ["race", str(path), "--jobs", "1", "--out", "race", "--data.source", str(text)]
-    words += ["--seeds", "1", "--optimizers", f"{own_module.NAME}@0.01", "adamw"]
+    words += ["--seeds", "1", "--optimizers", f"{own_module.NAME}@0.01", "adamw@0.01"]
     assert main(words) == 0
     assert "done already" not in capsys.readouterr().err
     assert main(words) == 0
@@ -229,7 +296,7 @@ def test_a_race_that_is_done_is_not_that_of_what_has_changed(
     own_module.written(tmp_path, monkeypatch, "# another one\n")
     assert main(words) == 1
     assert "the module of own_sgd:Own has changed since the run in" in capsys.readouterr().err
-    assert main([*words[:-2], "adamw"]) == 0
+    assert main([*words[:-2], "adamw@0.01"]) == 0
     own_module.written(tmp_path, monkeypatch)
     text.unlink()  # what is done needs it no more
     assert main(words) == 0
@@ -438,7 +505,8 @@ def test_a_race_from_the_command_line(tmp_path: Path, capsys: Capture) -> None:
     assert main(words) == 0
     captured = capsys.readouterr()
     assert "[4/4]" in captured.err
-    assert "tuned" not in captured.err
+    said = "! the rate of adamw was not tuned for mini (mars-adamw has the recipe's own); a grid: "
+    assert said in captured.err
     runs = load([tmp_path / "race"])
     assert len(runs) == 4
     # The same first validation for all of a seed: same weights, same batches.

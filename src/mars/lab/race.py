@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mars.lab import arguments, moved, recipes, tasks, unread
+from mars.lab import arguments, moved, recipes, search, tasks, unread
 from mars.lab.config import Run, check, read_config, to_json
 from mars.lab.differences import first_difference
 from mars.lab.errors import INTERRUPTED, LabError, UsageError
@@ -128,11 +128,14 @@ def _entrant(text: str, base: Run, asked: Asked) -> Run:
         others = {part: v for part, v in inherited.items() if part not in ("keep", "optimizer")}
         own = recipes.make(base.recipe, name).replace(**others)
     else:
-        own = base.replace(optimizer={"name": name})
+        own = recipes.elsewhere(base, name)
     before = own
     own = arguments.counted(own.replace(**asked), before)
     if "warmup_steps" not in asked.get("schedule", {}):
         own = arguments.fitted(own, before)
+    rated = {"lr", "lr_1d"} & set(asked.get("optimizer", {}))
+    if not known and name != base.optimizer.name and not rate and not rated:
+        own = _as_measured(check(own))
     if not rate:
         return own
     try:
@@ -141,6 +144,13 @@ def _entrant(text: str, base: Run, asked: Asked) -> Run:
         return _at_rate(own, float(rate))
     except ValueError:
         raise LabError(f"{text!r} is not NAME@RATE: {rate!r} is not a number") from None
+
+
+def _as_measured(run: Run) -> Run:
+    """At the rate that `mars tune` would try first: measured on a like model, if one was."""
+    ranges = search.space(run, ["lr"])
+    first, _ = search.starts(ranges, search.advice(run, ranges))
+    return _at_rate(run, first[0]["lr"])
 
 
 def _kept(args: RaceArgs) -> dict[str, Any]:
@@ -222,6 +232,20 @@ def origins(jobs: list[Job]) -> list[str]:
     ]
 
 
+def guesses(args: RaceArgs, base: Run, asked: Asked) -> list[str]:
+    """Who races on a recipe of somebody's at a rate that nobody chose for it."""
+    if base.recipe in recipes.RECIPES or "lr" in asked.get("optimizer", {}):
+        return []
+    own = base.optimizer.name
+    names = [name for name in args.optimizers if "@" not in name and name != own]
+    if not names:
+        return []
+    said = f"the rate{'s' * (len(names) > 1)} of {', '.join(names)}"
+    beside = f" ({own} has the recipe's own)" * (own in args.optimizers)
+    return [f"{said} {'were' if len(names) > 1 else 'was'} not tuned for {base.recipe}{beside}; "
+            f"a grid: {GRID}"]  # fmt: skip
+
+
 def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
     """Run what has not been run yet, then tell and report."""
     chosen = args.keep.out if args.keep.out != base.keep.out else None
@@ -232,7 +256,7 @@ def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
     moved.follow([job.run for job in jobs])
     _check_begun(jobs, directory)
     _check_data(jobs, directory)
-    notes = origins(jobs) if len(args.rates) == 1 else []
+    notes = origins(jobs) + guesses(args, base, asked) if len(args.rates) == 1 else []
     several = len({job.run.optimizer.name for job in jobs}) > 1
     if several and len(args.rates) == 1 and "lr" in asked.get("optimizer", {}):
         notes.append(

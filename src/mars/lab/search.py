@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -13,7 +13,7 @@ from mars.lab import tasks
 from mars.lab.config import Model, Run
 from mars.lab.errors import LabError
 from mars.lab.optimizers import REGISTRY
-from mars.lab.recipes.settings import Recommendation, at_rate
+from mars.lab.recipes.settings import Recommendation, at_rate, recommended, seen
 from mars.lab.rundir import drop_torn_line
 
 if TYPE_CHECKING:
@@ -162,6 +162,12 @@ def first_pruning(run: Run, ranges: Mapping[str, Range]) -> int:
     """Steps before a run may be stopped: curves cross early on, and while rates rise."""
     longest = ranges[WARMUP].high if WARMUP in ranges else run.schedule.warmup_steps
     return max(run.loop.steps // 3, 2 * round(longest))
+
+
+def advice(run: Run, searched: Collection[str]) -> Recommendation | None:
+    """What was measured for a model and tokens like the run's, with all else as the run has it."""
+    free = ["lr_1d / lr" if name == "lr_1d" else name for name in searched]
+    return recommended(run.optimizer, tasks.of(run).parameters, *seen(run), free=free)
 
 
 def starts(

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,6 @@ from mars.lab.findings import Findings
 from mars.lab.hardware import choose_device
 from mars.lab.optimizers import build
 from mars.lab.pool import cores, threads
-from mars.lab.recipes import settings
 from mars.lab.report import units
 from mars.lab.rundir import RunDirectory
 from mars.lab.trial import Ended, Order, attempt
@@ -85,7 +84,7 @@ def tune(args: TuneArgs, directory: Path, command: str) -> int:
     jobs = args.jobs or (min(cores(), max(1, args.trials // 4)) if on_cpu else 1)
     if jobs > 1 and run.loop.threads is None:
         run = run.replace(loop={"threads": threads(jobs)})
-    first, said = search.starts(ranges, advice(run, ranges))
+    first, said = search.starts(ranges, search.advice(run, ranges))
     found = Findings(directory, run, ranges, args.seeds, command)
     moved.follow([run.replace(keep={"out": str(t), "resume": True}) for t in found.begun()])
     found.compare()
@@ -108,13 +107,6 @@ def _check(run: Run) -> None:
     task = tasks.of(tasks.with_steps(run))
     task.open()
     build(task.miniature(), run.optimizer)
-
-
-def advice(run: Run, searched: Collection[str]) -> settings.Recommendation | None:
-    """What was measured for a model and tokens like the run's, with all else as the run has it."""
-    free = ["lr_1d / lr" if name == "lr_1d" else name for name in searched]
-    parameters = tasks.of(run).parameters
-    return settings.recommended(run.optimizer, parameters, *settings.seen(run), free=free)
 
 
 class _Here(Executor):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mars.lab.config import Run
+from mars.lab.config import Model, Run
 from mars.lab.errors import LabError, meant
 from mars.lab.recipes import gpt2, small, vision
 from mars.lab.recipes.small import rates
 
-__all__ = ["RECIPES", "Recipe", "find", "make", "rates"]
+__all__ = ["RECIPES", "Recipe", "elsewhere", "find", "make", "rates"]
 
 
 @dataclass(frozen=True)
@@ -73,3 +74,13 @@ def make(name: str, optimizer: str | None = None) -> Run:
     """The configuration of a recipe, for an optimizer."""
     recipe = find(name)
     return recipe.make(optimizer or recipe.optimizer)
+
+
+def elsewhere(run: Run, name: str) -> Run:
+    """A run on a recipe of somebody's with another optimizer, which has its usual settings.
+
+    What is no matter of an optimizer stays: all are clipped alike.
+    """
+    usual = make("gpt-50m" if isinstance(run.model, Model) else "digits-cnn", name).optimizer
+    clip = run.optimizer.max_grad_norm
+    return dataclasses.replace(run, optimizer=dataclasses.replace(usual, max_grad_norm=clip))
