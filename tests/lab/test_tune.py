@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import own_module
 import pytest
 from miniature import run
 
@@ -304,6 +305,24 @@ def test_another_search_in_the_same_place_is_refused(tmp_path: Path) -> None:
             go(*common, *words.split())
         assert message in str(refused.value)
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_a_search_does_not_go_on_with_an_optimizer_that_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trials of both versions were compared, and the better called best."""
+    own_module.written(tmp_path, monkeypatch)
+    mini = recipe(tmp_path, optimizer={"name": own_module.NAME})
+    words = [mini, "--out", "search", "--search", "lr", "--loop.steps", 4, "--trials"]
+    go(*words, 1)
+    before = {path: path.read_bytes() for path in Path("search").rglob("*") if path.is_file()}
+    own_module.written(tmp_path, monkeypatch, "# another one\n")
+    with pytest.raises(LabError, match="own_sgd:Own has changed since the search in search began"):
+        go(*words, 2)
+    assert {path: path.read_bytes() for path in before} == before
+    own_module.written(tmp_path, monkeypatch)
+    go(*words, 2)
+    assert len(found(Path("search"))["trials"]) == 2
 
 
 def test_a_search_killed_before_its_first_trial_goes_on_where_its_data_are_now(

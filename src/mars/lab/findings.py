@@ -14,6 +14,7 @@ from mars.lab import arguments, recipes, search
 from mars.lab.config import Run, from_json, read_config, to_json
 from mars.lab.differences import first_difference, is_free
 from mars.lab.errors import LabError
+from mars.lab.hardware import own_code
 from mars.lab.optimizers import label
 from mars.lab.report import fit, units
 from mars.lab.rundir import write_json
@@ -21,6 +22,7 @@ from mars.lab.rundir import write_json
 if TYPE_CHECKING:
     import optuna
 
+CODE = "optimizer_code"  # the sha256 of a user's own optimizer, as in a run's log
 STRICT = ("eval_every",)  # by validations trials are pruned
 SHOWN = 5  # trials in the table
 
@@ -69,6 +71,7 @@ class Findings:
             old = json.loads(path.read_text())
             ranges, seeds, config = old["search"], old["seeds"], from_json(old["config"])
             ended = any(trial["state"] not in ("running", "waiting") for trial in old["trials"])
+            code = old.get(CODE)  # searches had it not from the beginning
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise LabError(f"{path} cannot be read: {error!r}; choose another --out") from error
         begun = self.begun()
@@ -78,6 +81,7 @@ class Findings:
         for trial in begun[:1]:  # it knows where the data are now, if they were moved
             with suppress(LabError):  # damaged: the trial itself will tell, if it is to go on
                 config = dataclasses.replace(config, data=read_config(trial / "config.json").data)
+        self._compare_code(code)
         holds = f"{self.directory} holds a search with"
         difference = first_difference(to_json(config), to_json(self.run), STRICT)
         if difference is not None:
@@ -87,6 +91,16 @@ class Findings:
             words = f"--seeds {seeds} --search {' '.join(ranges)}"
             raise LabError(f"{holds} {words}: choose another --out")
 
+    def _compare_code(self, was: str | None) -> None:
+        """Refuse trials of a user's own optimizer beside those of what it was."""
+        own = self.run.optimizer.name
+        code = own_code(own)
+        if was and code and was != code:
+            raise LabError(
+                f"the module of {own} has changed since the search in {self.directory} began (its "
+                f"sha256 was {was[:12]}, now {code[:12]}): restore it or choose another --out"
+            )
+
     def _about(self) -> dict[str, Any]:
         return {
             "recipe": self.run.recipe,
@@ -95,6 +109,7 @@ class Findings:
             "seeds": self.seeds,
             "command": self.command,
             "config": to_json(self.run),
+            CODE: own_code(self.run.optimizer.name),
         }
 
     def write(self, study: optuna.Study) -> None:
