@@ -372,6 +372,25 @@ def test_a_search_goes_on_where_its_data_are_now(
         go(*words, text.rename(tmp_path / "c.txt"), "--trials", 4)
 
 
+def test_a_search_does_not_go_on_with_data_that_have_changed(tmp_path: Path) -> None:
+    """Only a trial that was under way was asked for its data: finished ones were not."""
+    text, out = tmp_path / "a.txt", tmp_path / "search"
+    text.write_text("To be, or not to be, that is the question. " * 60)
+    words = [recipe(tmp_path), "--out", out, "--search", "lr", "--loop.steps", 4, "--data.source"]
+    go(*words, text, "--trials", 1)
+    before = text.read_text()
+    text.write_text(before.upper())
+    with pytest.raises(
+        LabError, match=r"a\.txt \(train\) has changed since the run in .*trial-0000"
+    ):
+        go(*words, text, "--trials", 2)
+    assert len(list(out.glob("trial-*"))) == 1
+    text.write_text(before)
+    go(*words, text, "--trials", 2)
+    text.unlink()
+    go(*words, text, "--trials", 2)  # what is done needs it no more
+
+
 @pytest.mark.slow
 def test_two_trials_at_a_time(tmp_path: Path) -> None:
     out = tmp_path / "search"

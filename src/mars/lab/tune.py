@@ -23,6 +23,7 @@ from mars.lab.optimizers import build
 from mars.lab.pool import cores, threads
 from mars.lab.report import units
 from mars.lab.rundir import RunDirectory
+from mars.lab.train import check_unchanged, open_if_there
 from mars.lab.trial import Ended, Order, attempt
 
 if TYPE_CHECKING:
@@ -88,8 +89,7 @@ def tune(args: TuneArgs, directory: Path, command: str) -> int:
     found = Findings(directory, run, ranges, args.seeds, command)
     moved.follow([run.replace(keep={"out": str(t), "resume": True}) for t in found.begun()])
     found.compare()
-    if not found.begun():
-        _check(run)
+    _check_begun(run, found.begun()) if found.begun() else _check(run)
     if not (directory / "study").exists():
         sys.stderr.write(said + "\n")
     with RunDirectory(directory, "tune.json").lock():
@@ -107,6 +107,13 @@ def _check(run: Run) -> None:
     task = tasks.of(tasks.with_steps(run))
     task.open()
     build(task.miniature(), run.optimizer)
+
+
+def _check_begun(run: Run, begun: Sequence[Path]) -> None:
+    """Refuse to compare trials on other data with those that there are, finished ones too."""
+    task = open_if_there(tasks.with_steps(run))
+    for trial in begun:
+        check_unchanged(run, trial, task)
 
 
 class _Here(Executor):
