@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from miniature import run
@@ -260,6 +261,49 @@ def test_a_longer_run_of_the_same_recipe_goes_on(tmp_path: Path, capsys: Capture
     for option in ("--schedule.warmup-steps", "--schedule.warmup_steps"):
         assert main([*words, "--loop.steps", "60", option, "9"]) == 1
         assert "schedule.warmup_steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("own", [{}, {"schedule": {"warmup_steps": 7}}])
+def test_a_longer_run_of_a_json_recipe_goes_on(
+    own: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """It was refused for a warm-up that nobody had asked for, where a recipe's name goes on."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(steps: int, **more: Any) -> None:
+        loop = {"steps": steps, "batch_size": 4, "eval_every": 1000, "eval_sequences": 2}
+        values = {"recipe": "gpt-tiny", "optimizer": {"name": "adamw"}, "loop": loop}
+        Path("mine.json").write_text(json.dumps({**values, **own, **more}))
+
+    write(20)
+    words = ["train", "mine.json", "--out", "run"]
+    for more in ([], ["--loop.steps", "24"], ["--loop.steps", "28"]):
+        assert main([*words, *more]) == 0
+    write(32)
+    assert main(words) == 0
+    assert "extended 28 to 32 steps" in capsys.readouterr().err
+    config = json.loads(Path("run", "config.json").read_text())
+    assert config["schedule"]["warmup_steps"] == (7 if own else 2)
+    assert main([*words, "--loop.steps", "36", "--schedule.warmup-steps", "9"]) == 1
+    assert "schedule.warmup_steps" in capsys.readouterr().err
+    write(36, schedule={"warmup_steps": 9})  # asked for as well
+    assert main(words) == 1
+    assert "holds a run with schedule.warmup_steps = " in capsys.readouterr().err
+    write(20)
+    assert main(words) == 1
+    assert "holds a run with loop.steps = 32, not 20" in capsys.readouterr().err
+
+
+def test_a_json_recipe_that_was_begun_with_other_steps_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its warm-up was in proportion to the steps of the command line."""
+    monkeypatch.chdir(tmp_path)
+    given(tmp_path)
+    for steps in ("6", "12"):
+        assert main(["train", "given.json", "--loop.steps", steps]) == 0
+    config = json.loads(Path("run", "config.json").read_text())
+    assert (config["schedule"]["warmup_steps"], config["loop"]["steps"]) == (1, 12)
 
 
 def test_train_resume_and_dry_run(tmp_path: Path, capsys: Capture) -> None:

@@ -15,7 +15,6 @@ from mars.lab.describe import describe
 from mars.lab.errors import INTERRUPTED, LabError, unexpected
 from mars.lab.parallel import own_rank
 from mars.lab.progress import Progress
-from mars.lab.recipes import RECIPES
 from mars.lab.report import fit, units
 from mars.lab.session import Outcome
 from mars.lab.train import train
@@ -70,8 +69,9 @@ def _read(words: list[str]) -> tuple[TrainArgs, Run]:
     else:
         args = arguments.fitted(args, base)
     run = arguments.as_run(args)
-    if recipe in RECIPES and not any("warmup" in word for word in words):
-        run = _extending(run)
+    if not Path(recipe).is_dir() and not any("warmup" in word for word in words):
+        told = "warmup_steps" in arguments.written(recipe, "schedule")
+        run = _extending(run, base if told else None)
     asked = arguments.asked(words, args)
     unread.refuse(asked, [run], Path(run.directory) / "config.json")
     _tell_rate(run, asked.get("optimizer", {}), arguments.written(recipe, "optimizer"))
@@ -97,13 +97,20 @@ def _not_fewer(run: Run, begun: Run) -> None:
         )
 
 
-def _extending(run: Run) -> Run:
-    """With the warm-up that the run in its directory has had, if there is one."""
+def _extending(run: Run, told: Run | None) -> Run:
+    """With the warm-up that the run in its directory has had, if there is one.
+
+    ``told`` is a recipe that says how long it is: the run keeps it only if it was begun by that.
+    """
     path = Path(run.directory) / "config.json"
     if not path.is_file():
         return run
     begun = read_config(path)
     _not_fewer(run, begun)
+    if told is not None:
+        then = arguments.fitted(told.replace(loop={"steps": begun.loop.steps}), told)
+        if begun.schedule.warmup_steps not in (w.schedule.warmup_steps for w in (then, told)):
+            return run
     return run.replace(schedule={"warmup_steps": begun.schedule.warmup_steps})
 
 
