@@ -257,7 +257,7 @@ def test_a_longer_run_of_the_same_recipe_goes_on(tmp_path: Path, capsys: Capture
         assert main([*run_, "--loop.steps", "3"]) == 1
         said = capsys.readouterr().err
         assert "holds a run with loop.steps = 40, not 3" in said
-        assert "choose another --out" in said
+        assert "choose another --keep.out" in said
     for option in ("--schedule.warmup-steps", "--schedule.warmup_steps"):
         assert main([*words, "--loop.steps", "60", option, "9"]) == 1
         assert "schedule.warmup_steps" in capsys.readouterr().err
@@ -327,6 +327,35 @@ def test_train_resume_and_dry_run(tmp_path: Path, capsys: Capture) -> None:
     assert "holds a run with loop.steps = 6, not 5" in capsys.readouterr().err
 
 
+def test_a_dry_run_refuses_the_directory_that_training_refuses(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    """It printed a plan of what could not begin: only fewer steps were noticed."""
+    words, there = ["train", given(tmp_path), "--loop.steps", "4"], tmp_path / "run"
+    assert main(words) == 0
+    kept = {path: path.read_bytes() for path in there.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    for more, said in (
+        (["--optimizer.lr", "0.5"], "holds a run with optimizer.lr = 0.01, not 0.5: choose anoth"),
+        (["--loop.seed", "1", "--loop.steps", "6"], "holds a run with loop.seed = 0, not 1"),
+        (["--loop.steps", "3"], "holds a run with loop.steps = 4, not 3"),
+        (["--keep.no-resume"], "holds a run already: choose another --keep.out"),
+    ):
+        for dry in ([], ["--dry-run"]):
+            assert main([*words, *more, *dry]) == 1
+            captured = capsys.readouterr()
+            assert said in captured.err
+            assert captured.out == ""
+    for more in ([], ["--loop.steps", "6"], ["--out", str(tmp_path / "new")]):
+        assert main([*words, *more, "--dry-run"]) == 0
+    assert {path: path.read_bytes() for path in there.rglob("*") if path.is_file()} == kept
+    (tmp_path / "race").mkdir()
+    (tmp_path / "race" / "race.json").write_text("{}")
+    capsys.readouterr()
+    assert main([*words, "--out", str(tmp_path / "race"), "--dry-run"]) == 1
+    assert "holds a race (race.json): choose another directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_run_goes_on_where_its_data_are_now(tmp_path: Path, capsys: Capture, apart: bool) -> None:
     before, now, valid = (tmp_path / name for name in ("a.txt", "b.txt", "v.txt"))
@@ -346,6 +375,9 @@ def test_a_run_goes_on_where_its_data_are_now(tmp_path: Path, capsys: Capture, a
     other.write_text(text.upper())
     assert main([*on, "--data.source", str(other)]) == 1
     assert "holds a run with data.source" in capsys.readouterr().err
+    assert main([*on, "--data.source", str(other), "--dry-run"]) == 1
+    assert main([*on, "--data.source", str(now), "--dry-run"]) == 0
+    capsys.readouterr()
     assert main([*on, "--data.source", str(now)]) == 0
     captured = capsys.readouterr()
     assert f"the data of {where} are in {now} now, and the same" in captured.err

@@ -23,14 +23,24 @@ def follow(runs: Sequence[Run]) -> None:
     if not there:
         return
     data = runs[0].data
-    task = tasks.of(tasks.with_steps(runs[0])).open()
-    same = [path for path in there if _sums(path) == [task.train.sha256, task.valid.sha256]]
+    same = _same(runs[0], list(there))
     for path in same:
         with RunDirectory(path, "config.json").lock():
             write_json(path / "config.json", to_json(there[path]))
     if same:
         more = f" and {units.count(len(same) - 1, 'more run')}" if len(same) > 1 else ""
         sys.stderr.write(f"the data of {same[0]}{more} are in {data.source} now, and the same\n")
+
+
+def would_follow(run: Run) -> bool:
+    """Whether there is a run in the directory whose data are elsewhere now, and the same."""
+    return _moved(run) is not None and bool(_same(run, [Path(run.directory)]))
+
+
+def _same(run: Run, directories: Sequence[Path]) -> list[Path]:
+    """The directories of runs that began with the data that a run names now."""
+    task = tasks.of(tasks.with_steps(run)).open()
+    return [path for path in directories if _sums(path) == [task.train.sha256, task.valid.sha256]]
 
 
 def _moved(run: Run) -> Run | None:

@@ -141,6 +141,13 @@ def write_json(path: Path, values: object, indent: int | None = 2, *, ascii: boo
     write_atomically(path, text.encode())
 
 
+def refuse_other(path: Path, own: str) -> None:
+    """A LabError for a directory that is known by another file of ``HOLDS`` than ``own``."""
+    for other, held in HOLDS.items():
+        if other != own and (path / other).exists():
+            raise LabError(f"{path} holds {held.what} ({other}): choose another directory")
+
+
 class RunDirectory:
     """A directory in which a run may write: made if need be, refused at once if it cannot be.
 
@@ -168,9 +175,8 @@ class RunDirectory:
             raise LabError(
                 f"cannot write in run directory {self.path}: {reason(error)}; choose another one"
             ) from error
-        for other, held in HOLDS.items() if own is not None else ():
-            if other != own and (self.path / other).exists():
-                raise LabError(f"{self.path} holds {held.what} ({other}): choose another directory")
+        if own is not None:
+            refuse_other(self.path, own)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:

@@ -16,7 +16,11 @@ from mars.lab.errors import INTERRUPTED, LabError, unexpected
 from mars.lab.parallel import own_rank
 from mars.lab.progress import Progress
 from mars.lab.report import fit, units
+from mars.lab.rundir import refuse_other
 from mars.lab.session import Outcome
+
+# Not public there: results are known by a hash of that file, which another name would change.
+from mars.lab.train import _check_directory as check_directory
 from mars.lab.train import train
 
 
@@ -33,6 +37,7 @@ def train_command(words: list[str]) -> int:
     command = shlex.join(["mars", "train", *words])
     args, run = _read(words)
     if args.dry_run:
+        _check_there(run)
         text = fit.fold(describe(run), fit.room(), "    ")
         sys.stdout.write(text + "\n" if own_rank() == 0 else "")
         return 0
@@ -49,6 +54,14 @@ def train_command(words: list[str]) -> int:
         except Exception as error:
             raise LabError(unexpected(error, Path(run.directory))) from error
     return _tell(outcome, run)
+
+
+def _check_there(run: Run) -> None:
+    """Refuse the directory that the training would refuse. Nothing is written."""
+    directory = Path(run.directory)
+    refuse_other(directory, "config.json")
+    if not moved.would_follow(run):
+        check_directory(run, directory, True)
 
 
 def _read(words: list[str]) -> tuple[TrainArgs, Run]:
@@ -93,7 +106,7 @@ def _not_fewer(run: Run, begun: Run) -> None:
     if run.loop.steps < begun.loop.steps:
         raise LabError(
             f"{run.directory} holds a run with loop.steps = {begun.loop.steps}, not "
-            f"{run.loop.steps}: it can go on to more, not to fewer; choose another --out"
+            f"{run.loop.steps}: it can go on to more, not to fewer; choose another --keep.out"
         )
 
 
