@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from dataclasses import replace
@@ -437,6 +438,30 @@ def test_a_batch_that_is_not_the_recipes_is_told(
     assert values["tokens"] == batch * 1024
     gpus = values["cluster"]["gpus"]
     assert values["passes"] * values["micro_batch"] * gpus == batch
+
+
+def test_a_plan_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk left an empty file in its place."""
+    out, link = tmp_path / "plan.json", tmp_path / "link.json"
+    link.symlink_to(out)
+    words = ["plan", "gpt2-small", "--optimizer", "adamw", "--json", str(link)]
+    assert main(words) == 0
+    before = out.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        assert main([*words, "--gpus", "2"]) == 1
+    assert "plan.json: the disk is full" in capsys.readouterr().err
+    assert out.read_bytes() == before
+    assert main([*words, "--gpus", "2"]) == 0
+    assert link.is_symlink()
+    assert out.read_bytes() != before
+    assert main([*words[:-1], "/dev/null"]) == 0  # no file that another could take the place of
 
 
 def test_passes_that_the_host_bounds_are_told_and_not_compared(

@@ -17,7 +17,7 @@ from mars.lab.planner.network import Cluster, check
 from mars.lab.planner.predict import Job
 from mars.lab.planner.steps import OPTIMIZERS, Form, Optimizer, Setting
 from mars.lab.report import fit
-from mars.lab.rundir import reason
+from mars.lab.rundir import reason, write_json
 
 BYTES = {"bf16": 2, "fp32": 4}
 
@@ -163,12 +163,22 @@ def _check_writable(path: Path | None) -> None:
         raise LabError(f"--json {path} cannot be written: it is a folder")
     if not path.parent.is_dir():
         raise LabError(f"--json {path} cannot be written: there is no folder {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    places = [path] if path.exists() else []
+    places += [path.resolve().parent] if _is_whole(path) else []
+    if not all(os.access(place, os.W_OK) for place in places):
         raise LabError(f"--json {path} cannot be written: permission denied")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file can be replaced by another: a terminal or a pipe cannot."""
+    return path.is_file() or not path.exists()
 
 
 def _write(path: Path | None, values: object) -> None:
     if path is None:
+        return
+    if _is_whole(path):  # what is there stays until all of it is written; a link stays a link
+        write_json(path.resolve(), values, indent=1)
         return
     try:
         path.write_text(json.dumps(values, indent=1) + "\n")
