@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +40,7 @@ from mars.lab.study import (
 from mars.lab.study import variance as v
 from mars.lab.study.planner import Stage, Wanted
 from mars.lab.study.questions import find
-from mars.lab.study.results import Results
+from mars.lab.study.results import Results, failures
 from mars.lab.study.variance_command import text, write
 from mars.lab.study.variance_kept import NAME as NAME_OF_KEPT
 from mars.lab.study.variance_kept import Kept
@@ -424,6 +427,53 @@ def test_mistakes_are_one_line(
     assert found.err.startswith("mars: error: ")
     assert found.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+class Breaks(torch.optim.SGD):
+    """Somebody's optimizer with a bug."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise ValueError("boom")
+
+
+def broken() -> Study:
+    arms = (quick().arms[0], Arm(label="Mine", optimizer="test_study:Breaks", lr=1e-2))
+    comparison = Comparison(arm="Mine", baseline="AdamW", claim=Claim(kind="lower"))
+    return replace(quick(), arms=arms, comparisons=(comparison,))
+
+
+@pytest.mark.slow
+def test_an_arm_that_failed_has_not_only_no_run_yet(tmp_path: Path, capsys: Capture) -> None:
+    """The verdict knew nothing of runs that failed, though their tracebacks were kept."""
+    words = ["study", "test_study:broken", "--out", str(tmp_path), "--jobs", "1", "--arms"]
+    assert main([*words, "Mine"]) == 1
+    why = "Mine failed at every rate tried (runs/Mine-lr0.01-s0/error.txt)"
+    assert why in " ".join(capsys.readouterr().out.split())
+    assert why in (tmp_path / "verdict.md").read_text()
+    # Also later, from the files; without them nothing is known of it.
+    of = broken()
+    made = {**fingerprint.of_study(of), **fingerprint.made_of(of, of.arms[0])}
+    Results(tmp_path).add([result(of, "AdamW", 1e-2, 0, 3.0, fingerprint=made)])
+    again = ["study", "test_study:broken", "--out", str(tmp_path), "--verdict-only"]
+    assert main(again) == 0
+    assert why in (tmp_path / "verdict.md").read_text()
+    shutil.rmtree(tmp_path / "runs")
+    assert main(again) == 0
+    assert "Mine has no run yet" in (tmp_path / "verdict.md").read_text()
+
+
+def test_a_failure_is_of_the_arm_whose_run_it_is_until_that_goes_on(tmp_path: Path) -> None:
+    for name in ("A-lr-x-lr0.01-s0", "A-lr1e-05-s0", "B-lr0.01-s12"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "error.txt").write_text("ValueError: boom")
+    folders = {"a": "A", "x": "A-lr-x", "b": "B", "c": "C"}
+    found = {"a": "A-lr1e-05-s0", "x": "A-lr-x-lr0.01-s0", "b": "B-lr0.01-s12"}
+    told = {label: f"runs/{name}/error.txt" for label, name in found.items()}
+    assert failures(tmp_path, folders) == told
+    os.utime(tmp_path / told.pop("b"), (1e9, 1e9))
+    (tmp_path / "runs" / "B-lr0.01-s12" / "log.jsonl").write_text("")
+    assert failures(tmp_path, folders) == told
+    assert failures(tmp_path / "elsewhere", folders) == {}
 
 
 OWN = """

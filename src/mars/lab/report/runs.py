@@ -203,7 +203,7 @@ def read(path: Path) -> RunLog:
         end=end,
         ignored=ignored,
         race=_race(path.parent),
-        error=_error(path),
+        error=broken_off(path),
     )
 
 
@@ -298,11 +298,11 @@ def _race(run: Path) -> Record:
     return {}
 
 
-def _error(log: Path) -> str:
+def broken_off(log: Path) -> str:
     """What a run's traceback says in the end; nothing if the run has gone on since."""
     path = log.parent / ERROR
     try:
-        if path.stat().st_mtime_ns < log.stat().st_mtime_ns:
+        if log.exists() and path.stat().st_mtime_ns < log.stat().st_mtime_ns:
             return ""
         text = path.read_text(errors="replace")
     except OSError:

@@ -21,7 +21,7 @@ from mars.lab.rundir import RunDirectory, write_atomically, write_json
 from mars.lab.study import fingerprint, page, times
 from mars.lab.study.definition import Study
 from mars.lab.study.questions import STUDIES, find
-from mars.lab.study.results import NAME, Results
+from mars.lab.study.results import NAME, Results, failures
 from mars.lab.study.stretch import Stretch
 from mars.lab.study.verdict import markdown, terminal, verdict
 
@@ -207,7 +207,8 @@ def _here(study: Study, args: StudyArgs) -> Study:
 def tell(study: Study, directory: Path, address: str, seeds: int | None = None) -> None:
     """Print the verdict, write it and the report."""
     results = Results(directory).read()
-    found = verdict(study, results, times.read(study, directory, results), seeds)
+    failed = failures(directory, {arm.label: arm.folder for arm in study.arms})
+    found = verdict(study, results, times.read(study, directory, results), seeds, failed)
     sys.stdout.write(terminal(found, fit.room()) + "\n\n")
     written = [directory / "verdict.md"]
     write_atomically(written[0], markdown(found).encode())

@@ -37,20 +37,23 @@ class Judged:
         return self.state != "not resolved"
 
 
-def judge(study: Study, results: Sequence[Result]) -> list[Judged]:
-    """A verdict for each comparison of a study."""
+def judge(
+    study: Study, results: Sequence[Result], failed: Mapping[str, str] | None = None
+) -> list[Judged]:
+    """A verdict for each comparison of a study. ``failed``: arms, and where that is told."""
     found = ladders(study, results)
-    return [_judge(comparison, found, study.seeds) for comparison in study.comparisons]
+    return [_judge(c, found, study.seeds, failed or {}) for c in study.comparisons]
 
 
-def _judge(c: Comparison, found: Mapping[str, Ladder], seeds: int) -> Judged:
+def _judge(
+    c: Comparison, found: Mapping[str, Ladder], seeds: int, failed: Mapping[str, str]
+) -> Judged:
     differences = _differences(c, found)
     d = paired(differences, dict.fromkeys(differences, 0.0)) if differences else None
     for own in (found[label] for label in c.arms):
         name = own.arm.name
         if own.best is None:
-            why = f"{name} diverged at every rate" if own.losses else f"{name} has no run yet"
-            return Judged(c, "not resolved", d, why)
+            return Judged(c, "not resolved", d, f"{name} {_why_none(own, failed)}")
         if not own.bracketed:
             ended = "" if own.missing() else ", and its ladder ends there"
             return Judged(c, "not resolved", d, f"{name}'s best rate is not bracketed yet{ended}")
@@ -76,6 +79,14 @@ def _judge(c: Comparison, found: Mapping[str, Ladder], seeds: int) -> Judged:
     said = f"about {more}" if needed <= MOST else f"more than {MOST} seeds"
     why = f"the interval contains the claim's limit; {said} would resolve it"
     return Judged(c, "not resolved", d, f"{why} if mean and spread stay", needed - n)
+
+
+def _why_none(ladder: Ladder, failed: Mapping[str, str]) -> str:
+    """Why there is no rate of an arm to judge it by."""
+    if ladder.losses:
+        return "diverged at every rate"
+    where = failed.get(ladder.arm.label)
+    return "has no run yet" if where is None else f"failed at every rate tried ({where})"
 
 
 def _differences(c: Comparison, found: Mapping[str, Ladder]) -> dict[int, float]:

@@ -10,14 +10,18 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mars.lab.errors import LabError
+from mars.lab.log import NAME as LOG
+from mars.lab.report.runs import ERROR, broken_off
 from mars.lab.rundir import drop_torn_line, reason
 
 NAME = "results.jsonl"
+RUNS = "runs"  # the directory of their directories
 FORMAT = 1
 Key = tuple[str, float, int]  # arm, rate, seed
 
@@ -54,6 +58,21 @@ class Result:
     def loss(self) -> float:
         """The final loss; a run that diverged is infinitely bad."""
         return math.inf if self.final is None else self.final
+
+
+def failures(directory: Path, folders: Mapping[str, str]) -> dict[str, str]:
+    """A traceback for each arm of which any run failed, by where it is in the study's directory.
+
+    ``folders``: the arms, and how the names of their runs begin. Without runs/ nothing is known.
+    """
+    kept = sorted((directory / RUNS).glob(f"*/{ERROR}"))
+    found = {}
+    for label, folder in folders.items():
+        own = re.compile(rf"{re.escape(folder)}-lr[\d.e+-]+-s\d+")
+        of_arm = [p for p in kept if own.fullmatch(p.parent.name) and broken_off(p.with_name(LOG))]
+        if of_arm:
+            found[label] = str(of_arm[0].relative_to(directory))
+    return found
 
 
 class Results:

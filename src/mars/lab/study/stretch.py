@@ -23,7 +23,7 @@ from mars.lab.study.display import Display
 from mars.lab.study.estimates import RESERVE, estimate
 from mars.lab.study.packing import LIMIT, READINGS, Packing
 from mars.lab.study.planner import Stage, Wanted, pick, wanted
-from mars.lab.study.results import Key, Result, Results
+from mars.lab.study.results import RUNS, Key, Result, Results
 from mars.lab.study.worker import Ended, Order
 
 MARGIN, LEAST_MARGIN = 0.05, 5.0  # of the stretch, seconds: to save what cannot be finished
@@ -180,7 +180,7 @@ class Stretch:
         return True
 
     def _folder(self, want: Wanted) -> Path:
-        return self.directory / "runs" / want.name
+        return self.directory / RUNS / want.name
 
     def _order(self, want: Wanted) -> Order:
         run = self.study.run(want.arm, want.lr, want.seed, self._folder(want))

@@ -62,18 +62,19 @@ def verdict(
     results: Sequence[Result],
     times: Mapping[str, Time] | None = None,
     seeds: int | None = None,
+    failed: Mapping[str, str] | None = None,
 ) -> Verdict:
     """Judge what there is.
 
     ``times``: of steps, as measured apart from the runs. ``seeds``: as many as are wanted, if more
-    than the study's.
+    than the study's. ``failed``: arms of which runs failed, and where that is told.
     """
     known = {arm.label for arm in study.arms}
     results = [result for result in results if result.arm in known]
     times = times or _own_times(results)
     found = ladders(study, results)
     rows = tuple(_row(study, found, results, times, arm.label) for arm in study.arms)
-    judged = tuple(judge(study, results))
+    judged = tuple(judge(study, results, failed))
     return Verdict(study, tuple(results), rows, judged, len(wanted(study, results, seeds)))
 
 
