@@ -222,6 +222,28 @@ def test_a_file_without_a_recipe_is_refused(tmp_path: Path, capsys: Capture) -> 
     assert "unknown recipe 'gpt-tinny': did you mean gpt-tiny?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["../evil", "own / x", ".hidden", "a\\b"])
+@pytest.mark.parametrize("command", ["train", "race", "tune"])
+def test_a_recipe_has_a_name_that_a_directory_can_have(
+    command: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """It was taken as a path: runs were written beside runs/."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    values = to_json(run(tmp_path / "run"))
+    values["keep"].pop("out")
+    Path("mine.json").write_text(json.dumps({**values, "recipe": name}))
+    words = (
+        [["mine.json"], ["gpt-tiny", "--recipe", name]] if command == "train" else [["mine.json"]]
+    )
+    for own in words:
+        assert main([command, *own]) == 1
+        said = capsys.readouterr().err
+        assert f"recipe {name!r} is no name that a directory could have: leave out / and" in said
+        assert said.count("\n") == 1
+    assert [path.name for path in tmp_path.rglob("*")] == ["here", "mine.json"]
+
+
 def test_data_in_place_of_a_recipe_are_told(tmp_path: Path, capsys: Capture) -> None:
     book, made = tmp_path / "book.txt", tmp_path / "made"
     book.write_text("To be, or not to be. " * 50)

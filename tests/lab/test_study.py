@@ -528,6 +528,12 @@ def test_the_list_says_what_each_asks_and_how_far_it_is(
     assert "variance" in said
 
 
+@pytest.mark.parametrize("name", ["own study / x", "../evil", ".hidden", "a\\b"])
+def test_a_study_has_a_name_that_a_directory_can_have(name: str) -> None:
+    with pytest.raises(LabError, match=r"^study .* is no name that a directory could have: leave "):
+        replace(quick(), name=name)
+
+
 # The second half of question 2.
 
 SMALL = v.Experiment(

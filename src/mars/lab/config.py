@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from mars.lab.errors import LabError, meant
+from mars.lab.errors import LabError, check_name, meant
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
 Shape = Literal["cosine", "wsd", "exp", "linear", "constant", "multistep", "onecycle"]
@@ -280,6 +280,7 @@ _NOT_BELOW_ZERO = {
 
 def check(run: Run) -> Run:
     """The run itself, or a LabError that names the field."""
+    check_name("recipe", run.recipe)
     for table, allowed in ((_ABOVE_ZERO, "above 0"), (_NOT_BELOW_ZERO, "0 or above")):
         for part, names in table.items():
             for name in names:

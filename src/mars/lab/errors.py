@@ -42,6 +42,15 @@ def first_line(error: BaseException, *, named: bool = False) -> str:
     return f"{name}: {line}" if named else line
 
 
+def check_name(what: str, name: str) -> None:
+    """A LabError for a name that, as a part of a path, would lead somewhere else."""
+    if name.startswith(".") or "/" in name or "\\" in name:
+        raise LabError(
+            f"{what} {name!r} is no name that a directory could have: leave out / and \\, and do "
+            "not begin with a dot"
+        )
+
+
 def unexpected(error: Exception, directory: Path) -> str:
     """A line on what nobody foresaw, an optimizer of the user's that raises, say; all of it is
     written to the run's directory, if that can be.

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from mars.lab.config import Run, check, to_json
 from mars.lab.differences import is_free
-from mars.lab.errors import LabError
+from mars.lab.errors import LabError, check_name
 from mars.lab.recipes.settings import at_rate
 
 SPAN = 8  # rungs of a ladder on either side of its first rate
@@ -140,6 +140,7 @@ class Study:
     """Fields for all arms: where the data are here, which device."""
 
     def __post_init__(self) -> None:
+        check_name("study", self.name)
         labels = [arm.label for arm in self.arms]
         if not labels:
             raise LabError(f"study {self.name} has no arms")
