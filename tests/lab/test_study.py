@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -526,6 +527,7 @@ def test_the_list_says_what_each_asks_and_how_far_it_is(
     assert "optimizers-50m\n  A GPT with 51M parameters" in said
     assert kept not in said
     assert "variance" in said
+    assert re.search(r"1 run, \d+ wanted next; of \d+ claims \d+ not resolved\]", said)
 
 
 @pytest.mark.parametrize("name", ["own study / x", "../evil", ".hidden", "a\\b"])

@@ -49,12 +49,24 @@ class Verdict:
 
     @property
     def count(self) -> str:
-        """How far it is, in a few words."""
+        """How far it is, in a few words, below the claims."""
+        return f"{self._runs}; {self._states}"
+
+    @property
+    def listed(self) -> str:
+        """The same without the claims."""
+        return f"{self._runs}; of {units.count(len(self.judged), 'claim')} {self._states}"
+
+    @property
+    def _runs(self) -> str:
+        left = f"{self.missing} wanted next" if self.missing else "complete"
+        return f"{units.count(len(self.results), 'run')}, {left}"
+
+    @property
+    def _states(self) -> str:
         states = Counter(j.state for j in self.judged)
         many = {"holds": "hold", "does not hold": "do not hold"}
-        said = ", ".join(f"{n} {many.get(s, s) if n > 1 else s}" for s, n in states.items())
-        left = f"{self.missing} wanted next" if self.missing else "complete"
-        return f"{units.count(len(self.results), 'run')}, {left}; {said}"
+        return ", ".join(f"{n} {many.get(s, s) if n > 1 else s}" for s, n in states.items())
 
 
 def verdict(
@@ -214,7 +226,7 @@ def _table(v: Verdict) -> list[tuple[str, ...]]:
 
 def terminal(v: Verdict, room: int | None = None) -> str:
     """Plain text, for a terminal with this many columns."""
-    lines = [fit.fold(f"{v.study.name}: {v.study.question}", room), f"{v.count}", ""]
+    lines = [fit.fold(f"{v.study.name}: {v.study.question}", room), v.listed, ""]
     for rows in fit.blocks(_table(v), room):
         lines += [fit.aligned(rows), ""]
     return "\n".join([*lines, *(fit.fold(sentence(j, v.study), room) for j in v.judged)])
