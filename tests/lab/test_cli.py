@@ -160,6 +160,8 @@ def test_a_recipes_help_groups_and_explains_all_fields(capsys: Capture) -> None:
         (["race", "--optimizers", "adamw", "nadam"], "unknown optimizer 'nadam'"),
         (["train", "gpt-tiny", "--schedule.warmup-steps", "501"], "longer than the run"),
         (["race", "--seeds", "0"], "at least one seed"),
+        (["race", "--recipe", "gpt-50m"], "--recipe is a label, which a race has no use for: the "
+         "recipe is the first word"),
         (["race", "gpt-50m", "--optimizers", "adamw"], "mars data YOUR.txt --out data/text"),
         (["race", "cifar10-resnet18-short", "--optimizers", "adamw"],
          "run `mars data cifar10 --out data/cifar10`"),
@@ -220,6 +222,26 @@ def test_a_file_without_a_recipe_is_refused(tmp_path: Path, capsys: Capture) -> 
     path.write_text('{"recipe": "gpt-tinny", "loop": {"steps": 3}}')
     assert main(["train", str(path), "--dry-run"]) == 1
     assert "unknown recipe 'gpt-tinny': did you mean gpt-tiny?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "race", "tune"])
+def test_data_that_are_too_small_name_the_option(
+    command: str, tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "small.txt").write_text("To be, or not to be. " * 9)
+    words = [command, "gpt-tiny", "--data.source", str(tmp_path / "small.txt")]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert said.endswith("take more data or a smaller --model.block-size\n")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["train", "race", "tune"])
+def test_what_a_run_is_called_is_no_recipe(command: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "gpt-tiny", "--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "A label: what the run is called. The recipe itself is RECIPE, the command's" in text
 
 
 @pytest.mark.parametrize("name", ["../evil", "own / x", ".hidden", "a\\b"])

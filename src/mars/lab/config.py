@@ -215,7 +215,7 @@ class Run:
     """One training of one model by one optimizer."""
 
     recipe: str = "custom"
-    """What the run is called, in its log and its directory: by default after its recipe."""
+    """A label: what the run is called. The recipe itself is RECIPE, the command's first word."""
     model: Model | ImageModel = field(default_factory=Model)
     data: Data | ImageData = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)

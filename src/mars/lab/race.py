@@ -48,6 +48,11 @@ class RaceArgs(Run):
 
 def race_command(words: list[str]) -> int:
     """The command line of a race."""
+    if any(word.partition("=")[0] == "--recipe" for word in words):
+        raise UsageError(
+            "--recipe is a label, which a race has no use for: the recipe is the first word, as in "
+            "`mars race gpt-50m`"
+        )
     words = _as_begun(words)
     command = shlex.join(["mars", "race", *words])
     recipe, words = arguments.recipe_of(words, "gpt-tiny", "mars race")
