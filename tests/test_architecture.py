@@ -27,7 +27,7 @@ LINES = (
     "bench lab",
     "lab.errors lab.config",
     "lab.rundir lab.plainfile lab.sealed lab.tensorfile lab.sinks lab.safefile lab.differences "
-    "lab.parallel lab.dtensors lab.retention lab.optimizer_state",
+    "lab.own lab.parallel lab.dtensors lab.retention lab.optimizer_state",
     "lab.data lab.images lab.models lab.report lab.checkpoint lab.log lab.signals lab.clock "
     "lab.schedule lab.muon lab.optimizers lab.recipes lab.sharded lab.saver",
     "lab.hardware lab.workers lab.crew lab.tasks lab.huggingface",

@@ -207,7 +207,8 @@ def recipe_of(
             sys.stdout.write(
                 f"usage: {prog} RECIPE [options]\n\n{about}\n\n"
                 "RECIPE is one of those below, a JSON file with fields to override "
-                f"(as `mars tune` writes it),\nor the directory of a run to go on with. "
+                "(as `mars tune` writes it),\npackage.module:function of yours that returns a "
+                "mars.lab.config.Run, or the directory of\na run to go on with. "
                 f"`{prog} RECIPE --help` explains every option.\n{known}\n"
             )
             raise SystemExit(0)

@@ -7,6 +7,7 @@ import math
 import shlex
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from mars.lab.hardware import choose_device
 from mars.lab.log import NAME as LOG
 from mars.lab.optimizers import build, foreign
 from mars.lab.pool import Job, cores, run_all, threads
-from mars.lab.recipes import settings
+from mars.lab.recipes import settings, yours
 from mars.lab.report import Summary, units
 from mars.lab.rundir import RunDirectory, write_json
 from mars.lab.train import check_unchanged, finished, open_if_there
@@ -27,6 +28,7 @@ from mars.lab.train import check_unchanged, finished, open_if_there
 FIELD = ("adamw", "lion", "muon", "mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
 BASELINE = "adamw"
 GRID = "--rates 0.25 0.5 1 2 4"
+Make = Callable[[str], Run]
 Asked = dict[str, dict[str, Any]]  # fields by part: what somebody wants for all
 
 
@@ -67,7 +69,14 @@ def race_command(words: list[str]) -> int:
         "runs/race-RECIPE."
     )
     args = arguments.parse(RaceArgs, words, f"mars race {recipe}", about, base)
-    return race(args, base, arguments.asked(words, args), command)
+    return race(args, base, arguments.asked(words, args), command, _maker(recipe, words))
+
+
+def _maker(recipe: str, words: list[str]) -> Make | None:
+    """What makes a recipe of somebody's for an optimizer, if it is one for every optimizer."""
+    if ":" not in recipe or Path(recipe).exists() or not yours.is_for_all(recipe):
+        return None
+    return lambda name: arguments.base_run(recipe, ["--optimizer.name", name, *words])
 
 
 def _as_begun(words: list[str]) -> list[str]:
@@ -94,7 +103,9 @@ def _as_begun(words: list[str]) -> list[str]:
     return [*kept, *more]
 
 
-def plan(args: RaceArgs, base: Run, asked: Asked, directory: Path) -> list[Job]:
+def plan(
+    args: RaceArgs, base: Run, asked: Asked, directory: Path, make: Make | None = None
+) -> list[Job]:
     """One run for every optimizer, rate and seed, ordered so that first results come early."""
     if not args.optimizers:
         raise LabError("a race needs at least one optimizer")
@@ -106,7 +117,7 @@ def plan(args: RaceArgs, base: Run, asked: Asked, directory: Path) -> list[Job]:
     jobs = []
     for seed in range(args.loop.seed, args.loop.seed + args.seeds):
         for entrant in args.optimizers:
-            own = _entrant(entrant, base, asked)
+            own = _entrant(entrant, base, asked, make)
             for rate in args.rates:
                 multiple = float(f"{rate * own.optimizer.lr:.3g}")
                 job = own if rate == 1 else _at_rate(own, multiple)
@@ -119,7 +130,7 @@ def plan(args: RaceArgs, base: Run, asked: Asked, directory: Path) -> list[Job]:
     return jobs
 
 
-def _entrant(text: str, base: Run, asked: Asked) -> Run:
+def _entrant(text: str, base: Run, asked: Asked, make: Make | None) -> Run:
     """The run of ``NAME`` or ``NAME@RATE``: its recipe, what a file overrides, what was asked."""
     name, at, rate = text.partition("@")
     if at and not rate:
@@ -127,6 +138,8 @@ def _entrant(text: str, base: Run, asked: Asked) -> Run:
     known = base.recipe in recipes.RECIPES
     if name == base.optimizer.name:
         own = base
+    elif make is not None:
+        own = make(name)
     elif known:
         # A file may override the recipe for all; its optimizer's settings are for that one alone.
         inherited = arguments.changes(recipes.make(base.recipe, base.optimizer.name), base)
@@ -138,8 +151,8 @@ def _entrant(text: str, base: Run, asked: Asked) -> Run:
     own = arguments.counted(own.replace(**asked), before)
     if "warmup_steps" not in asked.get("schedule", {}):
         own = arguments.fitted(own, before)
-    rated = {"lr", "lr_1d"} & set(asked.get("optimizer", {}))
-    if not known and name != base.optimizer.name and not rate and not rated:
+    chosen = rate or known or make is not None or name == base.optimizer.name
+    if not chosen and not {"lr", "lr_1d"} & set(asked.get("optimizer", {})):
         own = _as_measured(check(own))
     if not rate:
         return own
@@ -251,17 +264,18 @@ def guesses(args: RaceArgs, base: Run, asked: Asked) -> list[str]:
             f"a grid: {GRID}"]  # fmt: skip
 
 
-def race(args: RaceArgs, base: Run, asked: Asked, command: str) -> int:
+def race(args: RaceArgs, base: Run, asked: Asked, command: str, make: Make | None = None) -> int:
     """Run what has not been run yet, then tell and report."""
     chosen = args.keep.out if args.keep.out != base.keep.out else None
     directory = Path(chosen or f"runs/race-{base.recipe}").expanduser()
-    jobs = plan(args, base, asked, directory)
+    jobs = plan(args, base, asked, directory, make)
     _check_optimizers(jobs, directory)
     unread.refuse(asked, [job.run for job in jobs], directory / "race.json")
     moved.follow([job.run for job in jobs])
     _check_begun(jobs, directory)
     _check_data(jobs, directory)
-    notes = origins(jobs) + guesses(args, base, asked) if len(args.rates) == 1 else []
+    notes = origins(jobs) if len(args.rates) == 1 else []
+    notes += guesses(args, base, asked) if len(args.rates) == 1 and make is None else []
     several = len({job.run.optimizer.name for job in jobs}) > 1
     if several and len(args.rates) == 1 and "lr" in asked.get("optimizer", {}):
         notes.append(

@@ -83,7 +83,7 @@ def _read(words: list[str]) -> tuple[TrainArgs, Run]:
         args = arguments.fitted(args, base)
     run = arguments.as_run(args)
     if not Path(recipe).is_dir() and not any("warmup" in word for word in words):
-        told = "warmup_steps" in arguments.written(recipe, "schedule")
+        told = ":" in recipe or "warmup_steps" in arguments.written(recipe, "schedule")
         run = _extending(run, base if told else None)
     asked = arguments.asked(words, args)
     unread.refuse(asked, [run], Path(run.directory) / "config.json")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mars.lab.config import Model, Run
 from mars.lab.errors import LabError, meant
-from mars.lab.recipes import gpt2, small, vision
+from mars.lab.recipes import gpt2, small, vision, yours
 from mars.lab.recipes.small import rates
 
 __all__ = ["RECIPES", "Recipe", "elsewhere", "find", "make", "rates"]
@@ -65,13 +65,17 @@ def find(name: str) -> Recipe:
     if name in RECIPES:
         return RECIPES[name]
     hint = meant(name, RECIPES) or f"known: {', '.join(RECIPES)}"
+    if not hint.startswith("did"):
+        hint += "; your own: package.module:function, or a JSON file"
     if "/" in name:
         hint = f"and there is no such directory; {hint}"
     raise LabError(f"unknown recipe {name!r}: {hint}")
 
 
 def make(name: str, optimizer: str | None = None) -> Run:
-    """The configuration of a recipe, for an optimizer."""
+    """The configuration of a recipe, for an optimizer; package.module:function is one of yours."""
+    if ":" in name:
+        return yours.make(name, optimizer, (*RECIPES, Run.recipe))
     recipe = find(name)
     return recipe.make(optimizer or recipe.optimizer)
 

@@ -7,13 +7,10 @@ GPU, and but for tiny-code no data; they stand in tiny.py.
 
 from __future__ import annotations
 
-import sysconfig
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 
-from mars.lab.errors import LabError, first_line, meant
-from mars.lab.own import imported
+from mars.lab.errors import LabError, meant
+from mars.lab.own import imported, in_a_line
 from mars.lab.study import tiny
 from mars.lab.study.bases import (
     gpt2_small,
@@ -245,18 +242,5 @@ def find(name: str) -> Study:
     except LabError:
         raise
     except Exception as error:  # whatever a module of somebody's does
-        raise LabError(f"study {name!r} {what}: {_in_a_line(error)}") from error
+        raise LabError(f"study {name!r} {what}: {in_a_line(error)}") from error
     return made
-
-
-def _in_a_line(error: Exception) -> str:
-    """What somebody's code raised, and where: the last place that is neither ours nor Python's."""
-    said = first_line(error, named=True)
-    ours = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), "<")
-    theirs = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(ours)
-    ]
-    where = f" ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})" if theirs else ""
-    return said + where
