@@ -232,7 +232,7 @@ def test_data_that_are_too_small_name_the_option(
     words = [command, "gpt-tiny", "--data.source", str(tmp_path / "small.txt")]
     assert main([*words, "--out", str(tmp_path / "out")]) == 1
     said = capsys.readouterr().err
-    assert said.endswith("take more data or a smaller --model.block-size\n")
+    assert said.endswith("take more data or a smaller context (--model.block-size)\n")
     assert said.count("\n") == 1
 
 

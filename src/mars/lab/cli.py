@@ -111,8 +111,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     **{name: _of(module, name, about) for module, name, about in PLAIN},
     "doctor": _doctor,
 }
-# Of files that results are known by a hash of: their words stay, and are told as options here.
-OPTIONS = {"take more data or a smaller context": "take more data or a smaller --model.block-size"}
 MAY_BE_EMPTY = ("--prompt",)  # of `mars sample`: a new document
 
 
@@ -131,7 +129,7 @@ def main(words: list[str] | None = None) -> int:
         if _reported_elsewhere(error):
             time.sleep(1.0)  # torchrun ends the others when one has ended: who speaks goes first
             return error.status
-        return _fail(_by_option(name, str(error)), error.status)
+        return _fail(str(error), error.status)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("mars"):
             raise
@@ -178,13 +176,6 @@ def _refuse_empty(words: list[str]) -> None:
         if not word and before not in MAY_BE_EMPTY:
             what = before if before.startswith("--") else "a word of the command line"
             raise UsageError(f"{what} is empty: is a variable of your shell not set?")
-
-
-def _by_option(name: str, text: str) -> str:
-    """A message that names an option, where what says it does not know the command's options."""
-    for said, option in OPTIONS.items() if name in ("train", "race", "tune") else ():
-        text = text.replace(said, option)
-    return text
 
 
 def _fail(text: str, status: int = 1) -> int:

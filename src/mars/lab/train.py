@@ -70,7 +70,7 @@ def train(
     device = hardware.choose_device(run.loop.device, parallel.local_rank())
     with hardware.deterministic(run.loop.deterministic), parallel.joined(run, device) as world:
         directory = Path(run.directory)
-        begun = world.on_first(lambda: _check_directory(run, directory, extend))
+        begun = world.on_first(lambda: check_directory(run, directory, extend))
         if begun is not None and begun.loop.steps == run.loop.steps:
             ended = world.on_first(lambda: finished(run, directory))
             if ended is not None:
@@ -83,7 +83,7 @@ def train(
             world.together(lambda: loading.initialise(training.model, init))
         with _owned(directory, world):
             # Again: somebody may have had the directory since, and left a run of his own.
-            begun = world.on_first(lambda: _check_directory(run, directory, extend))
+            begun = world.on_first(lambda: check_directory(run, directory, extend))
             start, refused = _find_start(directory, world)
             if start is None:
                 world.on_first(lambda: _check_unfinished(directory))
@@ -169,7 +169,7 @@ def _run(session: Session, interrupt: Interrupt) -> Outcome:
         ) from error
 
 
-def _check_directory(run: Run, directory: Path, extend: bool) -> Run | None:
+def check_directory(run: Run, directory: Path, extend: bool) -> Run | None:
     """The run that was begun there, if any; another one than this is refused."""
     written = directory / "config.json"
     if not written.exists():

@@ -20,8 +20,7 @@ from mars.lab.rundir import refuse_other
 from mars.lab.session import Outcome
 
 # Not public there: results are known by a hash of that file, which another name would change.
-from mars.lab.train import _check_directory as check_directory
-from mars.lab.train import train
+from mars.lab.train import check_directory, train
 
 
 @dataclass(frozen=True, kw_only=True)

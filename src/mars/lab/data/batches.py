@@ -121,7 +121,7 @@ def _check_length(tokens: Tokens, context: int) -> None:
     if len(tokens) < context + 1:
         raise LabError(
             f"{tokens.source} has {len(tokens)} tokens, fewer than one context of {context} and "
-            "its target: take more data or a smaller context"
+            "its target: take more data or a smaller context (--model.block-size)"
         )
 
 
