@@ -681,3 +681,15 @@ def test_the_table_says_that_no_output_layer_was_recognised() -> None:
         groups,
     ):
         assert "No output layer" not in str(silent)
+
+
+def test_what_else_is_in_a_module_of_a_table_is_no_table() -> None:
+    class Projected(nn.Embedding):
+        def __init__(self) -> None:
+            super().__init__(9, 4)
+            self.proj = nn.Linear(4, 4)
+
+    found = names_of(mars.param_groups(Parts(words=Projected()), mars_type="mars-m"))
+    assert found == {
+        "words.weight": "embeddings", "words.proj.weight": "matrices", "words.proj.bias": "vectors",
+    }  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
 
 from mars.options import SMALLEST_BASE_LR, as_float, ratio_1d
-from mars.roles import in_layers, is_table
+from mars.roles import in_layers, is_table, only
 from mars.rule import KINDS
 from mars.state import kind_of
 
@@ -215,7 +215,7 @@ def _warn_about_tables(groups: Sequence[dict[str, Any]]) -> None:
         logger.warning(
             "%s%s: by name or shape an embedding or a head, whose rows %s would mix in an "
             "orthogonal step. To leave such to AdamW: %s", ", ".join(found[:3]), more, kind,
-            f"mars.param_groups(..., routes=[({found[0].removesuffix('.weight')!r}, 'adamw')])"
+            f"mars.param_groups(..., routes=[({only(found[0])!r}, 'adamw'), …])"
             if routed else f"mars.param_groups(model, mars_type={kind!r})",
         )  # fmt: skip
 

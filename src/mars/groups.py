@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mars.options import as_float, check_known, check_values, with_names
-from mars.roles import in_layers, roles
+from mars.roles import in_layers, only, roles
 from mars.rule import KINDS
 from mars.state import beside, kind_of
 from mars.table import format_table
@@ -85,11 +85,10 @@ class ParamGroups(list[dict[str, Any]]):
         last = self.without_head()
         if last is None:
             return self.table()
-        pattern = f"^{last.replace('.', '[.]')}$"
         return (
             f"{self.table()}\n"
             f"No output layer was recognised. If {last} is one, leave it to AdamW:\n"
-            f"routes=[({pattern!r}, 'adamw')]"
+            f"routes=[({only(last)!r}, 'adamw')]"
         )
 
 

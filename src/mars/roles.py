@@ -65,6 +65,11 @@ def roles(
     return [role(*pair) for pair in pairs]
 
 
+def only(name: str) -> str:
+    """A pattern of a route for this parameter and no other."""
+    return f"^{name.replace('.', '[.]')}$"
+
+
 def in_layers(name: str) -> bool:
     """Whether a parameter is one of many that are called alike, by the number of its layer."""
     return _NUMBERED.search(name) is not None
@@ -81,7 +86,13 @@ def _embedding_tables(model: object) -> set[Tensor]:
     if not isinstance(model, nn.Module):
         return set()
     kinds = (nn.Embedding, nn.EmbeddingBag)
-    return {p for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}
+    return {
+        p
+        for module in model.modules()
+        if isinstance(module, kinds)
+        for name, p in module.named_parameters()
+        if "." not in name or name.startswith("parametrizations.")
+    }
 
 
 def _norms(model: object) -> set[Tensor]:

@@ -255,15 +255,14 @@ def test_a_recipe_has_a_name_that_a_directory_can_have(
     values = to_json(run(tmp_path / "run"))
     values["keep"].pop("out")
     Path("mine.json").write_text(json.dumps({**values, "recipe": name}))
-    words = (
-        [["mine.json"], ["gpt-tiny", "--recipe", name]] if command == "train" else [["mine.json"]]
-    )
-    for own in words:
-        assert main([command, *own]) == 1
-        said = capsys.readouterr().err
-        assert f"recipe {name!r} is no name that a directory could have: leave out / and" in said
-        assert said.count("\n") == 1
+    words = ["gpt-tiny", "--recipe", name] if command == "train" else ["mine.json"]
+    assert main([command, *words]) == 1
+    said = capsys.readouterr().err
+    assert f"recipe {name!r} is no name that a directory could have: leave out / and" in said
+    assert said.count("\n") == 1
     assert [path.name for path in tmp_path.rglob("*")] == ["here", "mine.json"]
+    if command == "train":  # in a directory of the file's name it is a label, as it was before
+        assert main([command, "mine.json", "--dry-run"]) == 0
 
 
 def test_data_in_place_of_a_recipe_are_told(tmp_path: Path, capsys: Capture) -> None:

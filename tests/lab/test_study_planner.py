@@ -348,3 +348,12 @@ def test_simulated_studies_end_and_are_counted(tmp_path: Path, capsys) -> None:
     apart = simulate_verdicts.Case("far", Claim(kind="lower"), truth=-1.0)
     assert simulate_verdicts.measure(apart, 3)["holds"] == 1
     assert simulate_verdicts.measure(replace(apart, truth=1.0), 3)["does not hold"] == 1
+
+
+def test_nothing_is_promised_behind_a_rate_that_diverged() -> None:
+    """The loss has not fallen from there: a verdict said that an arm may end inf lower."""
+    of = study()
+    runs = [result(of, "AdamW", lr, 0, x) for lr, x in ((5e-3, 2.5), (1e-2, 2.4), (2e-2, math.inf))]
+    found = ladders(of, runs)["AdamW"]
+    assert (found.best, found.bracketed) == (1e-2, True)
+    assert found.possible() == (1.41e-2, pytest.approx(0.1 / 8, rel=0.02))

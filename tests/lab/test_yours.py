@@ -40,6 +40,8 @@ def nothing(): return None
 def fails(): raise KeyError("x")
 def wrong(): return rec().replace(model={"n_head": 3})
 def steps(): return rec().replace(schedule={"warmup_steps": 3})
+def two(steps, width): return rec()
+def plain(): return Run(recipe="plain", schedule=Schedule(warmup_steps=2))
 thing = 3
 """
 
@@ -122,6 +124,22 @@ def test_a_search_on_a_function() -> None:
     assert main(["train", str(best), "--dry-run"]) == 0
 
 
+def test_what_is_written_about_a_function_can_be_read() -> None:
+    """The usual model was left out, so that the label was taken for the name of a recipe."""
+    from mars.lab import arguments
+    from mars.lab.findings import Findings
+
+    found = Findings(Path("x"), recipes.make("own_recipes:plain"), {}, 1, "")
+    assert arguments.overridden(found.settings({})).recipe == "plain"
+
+
+def test_a_json_recipe_may_begin_with_a_function() -> None:
+    from mars.lab import arguments
+
+    made = arguments.overridden({"recipe": "own_recipes:rec", "loop": {"steps": 8}})
+    assert made.directory == "runs/own_recipes.rec-adamw-s0"
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -130,6 +148,10 @@ def test_a_search_on_a_function() -> None:
         ("own_recipes:thing", "cannot be made: TypeError: 3 is not a callable object"),
         ("own_recipes:fails", "cannot be made: KeyError: 'x' (own_recipes.py, line "),
         ("own_recipes:nothing", "it returned no mars.lab.config.Run"),
+        (
+            "own_recipes:two",
+            "it needs steps, width: a recipe takes nothing but an optimizer's name",
+        ),
         ("own_recipes:wrong", "model.n_embd (16) must be a multiple of model.n_head (3)"),
     ],
 )

@@ -303,6 +303,8 @@ def overridden(values: dict[str, Any], optimizer: str | None = None) -> Run:
             merged[part] = {**merged[part], **fields}
         else:
             merged[part] = fields
+    if not own_model:
+        merged["recipe"] = base.recipe  # of a function: what its runs are called
     made: Run = from_json(merged)
     schedule = values.get("schedule")
     if isinstance(schedule, dict) and "warmup_steps" in schedule:

@@ -226,8 +226,8 @@ class Run:
     @property
     def directory(self) -> str:
         name = self.optimizer.name.replace(":", ".")
-        usual = f"runs/{self.recipe}-{name}-s{self.loop.seed}"
-        return str(Path(self.keep.out or usual).expanduser())
+        out = self.keep.out or f"runs/{check_name('recipe', self.recipe)}-{name}-s{self.loop.seed}"
+        return str(Path(out).expanduser())
 
     @property
     def gpt(self) -> Model:
@@ -280,7 +280,6 @@ _NOT_BELOW_ZERO = {
 
 def check(run: Run) -> Run:
     """The run itself, or a LabError that names the field."""
-    check_name("recipe", run.recipe)
     for table, allowed in ((_ABOVE_ZERO, "above 0"), (_NOT_BELOW_ZERO, "0 or above")):
         for part, names in table.items():
             for name in names:

@@ -42,13 +42,14 @@ def first_line(error: BaseException, *, named: bool = False) -> str:
     return f"{name}: {line}" if named else line
 
 
-def check_name(what: str, name: str) -> None:
-    """A LabError for a name that, as a part of a path, would lead somewhere else."""
+def check_name(what: str, name: str) -> str:
+    """The name, or a LabError if it would lead somewhere else as a part of a path."""
     if name.startswith(".") or "/" in name or "\\" in name:
         raise LabError(
             f"{what} {name!r} is no name that a directory could have: leave out / and \\, and do "
             "not begin with a dot"
         )
+    return name
 
 
 def unexpected(error: Exception, directory: Path) -> str:

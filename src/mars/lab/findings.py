@@ -142,6 +142,8 @@ class Findings:
             for part, names in arguments.changes(own, run).items()
         }
         parts.pop("keep", None)
+        if not known:
+            parts.setdefault("model", {})  # or its label would be taken for the name of a recipe
         loop = {
             name: value
             for name, value in parts.pop("loop", {}).items()

@@ -15,7 +15,7 @@ from typing import Any
 from mars.lab import arguments, moved, recipes, search, tasks, unread
 from mars.lab.config import Run, check, read_config, to_json
 from mars.lab.differences import first_difference
-from mars.lab.errors import INTERRUPTED, LabError, UsageError
+from mars.lab.errors import INTERRUPTED, LabError, UsageError, check_name
 from mars.lab.hardware import choose_device
 from mars.lab.log import NAME as LOG
 from mars.lab.optimizers import build, foreign
@@ -267,7 +267,7 @@ def guesses(args: RaceArgs, base: Run, asked: Asked) -> list[str]:
 def race(args: RaceArgs, base: Run, asked: Asked, command: str, make: Make | None = None) -> int:
     """Run what has not been run yet, then tell and report."""
     chosen = args.keep.out if args.keep.out != base.keep.out else None
-    directory = Path(chosen or f"runs/race-{base.recipe}").expanduser()
+    directory = Path(chosen or f"runs/race-{check_name('recipe', base.recipe)}").expanduser()
     jobs = plan(args, base, asked, directory, make)
     _check_optimizers(jobs, directory)
     unread.refuse(asked, [job.run for job in jobs], directory / "race.json")

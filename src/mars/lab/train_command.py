@@ -18,8 +18,6 @@ from mars.lab.progress import Progress
 from mars.lab.report import fit, units
 from mars.lab.rundir import refuse_other
 from mars.lab.session import Outcome
-
-# Not public there: results are known by a hash of that file, which another name would change.
 from mars.lab.train import check_directory, train
 
 

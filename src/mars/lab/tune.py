@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mars.lab import arguments, findings, moved, search, tasks, unread, workers
 from mars.lab.config import Run
 from mars.lab.crew import Crew, WorkerDied, stop, watched
-from mars.lab.errors import INTERRUPTED, LabError
+from mars.lab.errors import INTERRUPTED, LabError, check_name
 from mars.lab.findings import Findings
 from mars.lab.hardware import choose_device
 from mars.lab.optimizers import build
@@ -65,7 +65,8 @@ def tune_command(words: list[str]) -> int:
     args = arguments.fitted(args, base)
     chosen = args.keep.out if args.keep.out != base.keep.out else None
     name = args.optimizer.name.replace(":", ".")
-    directory = Path(chosen or f"runs/tune-{base.recipe}-{name}").expanduser()
+    usual = f"runs/tune-{check_name('recipe', base.recipe)}-{name}" if chosen is None else chosen
+    directory = Path(usual).expanduser()
     run, asked = arguments.as_run(args), arguments.asked(words, args)
     unread.refuse(asked, [run], directory / "tune.json")
     return tune(args, directory, command)

@@ -171,6 +171,8 @@ def _check_writable(path: Path | None) -> None:
 
 def _is_whole(path: Path) -> bool:
     """Whether the file can be replaced by another: a terminal or a pipe cannot."""
+    if path.exists() and not os.access(path.resolve().parent, os.W_OK):
+        return False  # of a folder that takes no other file: written in place
     return path.is_file() or not path.exists()
 
 

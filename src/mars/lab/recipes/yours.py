@@ -59,4 +59,7 @@ def _argument(function: Callable[..., Any]) -> inspect.Parameter | None:
         p for p in found.values()
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]  # fmt: skip
+    if len({*(p.name for p in needed), "optimizer"} & found.keys()) > 1:
+        names = ", ".join(p.name for p in needed)
+        raise LabError(f"it needs {names}: a recipe takes nothing but an optimizer's name")
     return found.get("optimizer") or next(iter(needed), None)

@@ -182,6 +182,8 @@ class Ladder:
         fallen = [other for other in self.losses if (other < best) == (lr > best) and other != best]
         near = min(fallen, key=lambda other: abs(math.log(other / best)))
         seeds = self._shared([near, best])
+        if not seeds or not math.isfinite(sum(self.losses[near].values())):
+            return 0.0  # nothing has fallen from where a run diverged
         (a, fa), (b, fb) = self._point(near, seeds), self._point(best, seeds)
         reach, bottom = abs(b - a), abs(math.log(lr) - b)
         return (fa - fb) * bottom**2 / ((reach + bottom) ** 2 - bottom**2)
