@@ -63,6 +63,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tiny-search": lambda: studies.arms("tiny-search"),
     "tiny-length": lambda: studies.arms("tiny-length"),
     "tiny-tokens": lambda: studies.arms("tiny-tokens"),
+    "tiny-code": lambda: studies.arms("tiny-code"),
     "tiny-momentum": lambda: studies.arms("tiny-momentum"),
     "tiny-decay": lambda: studies.by_decay("tiny-decay"),
     "tiny-baseline": lambda: studies.arms("tiny-baseline"),

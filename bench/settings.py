@@ -116,8 +116,12 @@ def collect(root: Path) -> list[Setting]:
     for path in sorted((root / FILE.parent / "rates").glob("*.json")):
         found += of_grid(path, path.relative_to(root).as_posix())
     paths = (root / "docs/results" / name / "results.jsonl" for name in questions.STUDIES)
+    texts: dict[str, str] = {}  # of a recipe, by its first study: losses of another do not compare
     for path in filter(Path.exists, paths):
         study, results = questions.find(path.parent.name), Results(path.parent).read()
+        base = study.base(study.arms[0].optimizer)
+        if texts.setdefault(base.recipe, base.data.source) != base.data.source:
+            continue
         fingerprint.check(study, results, path.parent)
         known = set(map(_runs, found))
         own = of_study(study, results, path.relative_to(root).as_posix())

@@ -534,6 +534,33 @@ def test_sentences_on_longer_runs_are_those_of_their_verdict() -> None:
     assert told in readme
 
 
+def test_sentences_on_python_are_those_of_their_verdict() -> None:
+    by = {(j.comparison.arm, j.comparison.baseline): j for j in verdicts("tiny-code")}
+    page, found = flat("docs/results-small.md"), ladders("tiny-code")
+    adamw, ours, matrix, muon = "AdamW", "MARS-AdamW", "MARS-Shampoo", "Muon, original scale"
+    low = ", β₁ = 0.8"
+
+    def of(arm: str, base: str, state: str) -> tuple[str, str]:
+        judged = by[arm, base]
+        d = judged.difference
+        assert judged.state == state
+        return f"{-d.mean:.3f}", f"{-d.high:.3f} to {-d.low:.3f}".replace("-", "−")
+
+    lead, theirs = of(matrix, adamw, "holds")[0], of(muon, adamw, "holds")[0]
+    assert f"MARS-Shampoo ends {lead} below AdamW, Muon of its scale {theirs}. (" in page
+    d = by[matrix, muon].difference
+    assert by[matrix, muon].state == "not resolved"
+    told = f"MARS-Shampoo is {d.mean:.3f} above, {d.low:.3f} to {d.high:.3f}.)".replace("-", "−")
+    assert told.replace("MARS−", "MARS-") in page
+    gain, span = of(ours, adamw, "holds")
+    assert f"MARS-AdamW is {gain} below AdamW** ({span}, resolved)" in page
+    assert found[ours].best == found[adamw].best  # "its best rate is AdamW's here"
+    gain, span = of(adamw + low, adamw, "not resolved")
+    assert f"β₁ = 0.8 takes AdamW {gain} lower** ({span}, not resolved)" in page
+    gain, span = of(ours + low, adamw + low, "not resolved")
+    assert f"it MARS-AdamW is {gain} below it ({span}, not resolved)" in page
+
+
 def test_sentences_on_a_smaller_beta1_are_those_of_their_verdict() -> None:
     by = {(j.comparison.arm, j.comparison.baseline): j for j in verdicts("tiny-momentum")}
     page, choosing, readme = map(flat, ("docs/results-small.md", "docs/choosing.md", "README.md"))
