@@ -90,7 +90,10 @@ def tune(args: TuneArgs, directory: Path, command: str) -> int:
     found = Findings(directory, run, ranges, args.seeds, command)
     moved.follow([run.replace(keep={"out": str(t), "resume": True}) for t in found.begun()])
     found.compare()
-    _check_begun(run, found.begun()) if found.begun() else _check(run)
+    if begun := found.begun():
+        _check_begun(run, begun)
+    else:
+        _check(run)
     if not (directory / "study").exists():
         sys.stderr.write(said + "\n")
     with RunDirectory(directory, "tune.json").lock():

@@ -227,7 +227,7 @@ def listing() -> str:
         far = f"nothing yet; {len(study.arms)} arms"
         for place in (KEPT / name, Path(f"runs/study-{name}")):  # your own count
             if results := Results(place).read():
-                far = f"{place}: {verdict(study, results).listed}"
+                far = f"{place}: {verdict(study, results).count}"
         lines += [name, *textwrap.wrap(study.question, 96, initial_indent="  ",
                                        subsequent_indent="  "), f"  [{far}]", ""]  # fmt: skip
     lines += [

@@ -49,24 +49,13 @@ class Verdict:
 
     @property
     def count(self) -> str:
-        """How far it is, in a few words, below the claims."""
-        return f"{self._runs}; {self._states}"
-
-    @property
-    def listed(self) -> str:
-        """The same without the claims."""
-        return f"{self._runs}; of {units.count(len(self.judged), 'claim')} {self._states}"
-
-    @property
-    def _runs(self) -> str:
+        """How far it is, in a few words."""
         left = f"{self.missing} wanted next" if self.missing else "complete"
-        return f"{units.count(len(self.results), 'run')}, {left}"
-
-    @property
-    def _states(self) -> str:
         states = Counter(j.state for j in self.judged)
         many = {"holds": "hold", "does not hold": "do not hold"}
-        return ", ".join(f"{n} {many.get(s, s) if n > 1 else s}" for s, n in states.items())
+        said = ", ".join(f"{n} {many.get(s, s) if n > 1 else s}" for s, n in states.items())
+        claims = units.count(len(self.judged), "claim")
+        return f"{units.count(len(self.results), 'run')}, {left}; of {claims} {said}"
 
 
 def verdict(
@@ -226,7 +215,7 @@ def _table(v: Verdict) -> list[tuple[str, ...]]:
 
 def terminal(v: Verdict, room: int | None = None) -> str:
     """Plain text, for a terminal with this many columns."""
-    lines = [fit.fold(f"{v.study.name}: {v.study.question}", room), v.listed, ""]
+    lines = [fit.fold(f"{v.study.name}: {v.study.question}", room), v.count, ""]
     for rows in fit.blocks(_table(v), room):
         lines += [fit.aligned(rows), ""]
     return "\n".join([*lines, *(fit.fold(sentence(j, v.study), room) for j in v.judged)])
